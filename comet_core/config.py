@@ -1,0 +1,249 @@
+"""`RunConfig`, the menu of every selectable name, validation, JSON in and out.
+
+One flat frozen dataclass: a field's name is the key of `--set key=value`, of the form on the web page and of the JSON in
+a run's row, so nothing has to be mapped. Each field carries its label, unit, range and help as metadata; the form, the
+CLI and the validation read the same entry. Stdlib only: the web process imports this file and must stay free of torch.
+It does not look at the file system or the device: whether a path exists is the data set's question, asked when it loads.
+"""
+
+import json
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+# name -> what it is, in the words of the page. The engine's registries carry the same names; a test compares them.
+MODELS = {
+    "resnet20": "ResNet-20 for small images (0.27 M parameters)",
+    "resnet18": "ResNet-18 (11 M parameters); a 3x3 stem below 64 pixels",
+    "alexnet": "AlexNet (57 M parameters at 1,000 classes); needs images of 64 pixels or more",
+    "vgg16_bn": "VGG-16 with batch norm; a small classifier below 64 pixels",
+}
+DATASETS = {
+    "digits": "1,797 handwritten digits of 8x8 from scikit-learn; needs no network",
+    "fashion_mnist": "70,000 images of clothing, 28x28 (the Debian package dataset-fashion-mnist, or a download)",
+    "cifar10": "60,000 colour images of 32x32 in ten classes (a download of 170 MB)",
+    "image_folder": "your own images: a folder or a .zip with train/<class>/ and test/<class>/, or class folders alone",
+}
+POLICIES = {
+    "baseline": "plain training; saved tensors are counted, not changed",
+    "compress": "saved tensors are stored compressed, within bounds that the controller sets",
+}
+CONTROLLERS = {
+    "noise": "bounds from a budget on the mini-batch's own sampling noise",
+    "momentum": "COMET's rule: gradient error at a fraction of the mean momentum",
+    "fixed": "one absolute error bound for every lossy tensor",
+}
+CODECS = {
+    "error_bounded": "quantiser with a bound on every value, packed and entropy coded",
+    "lossless": "byte shuffle and zstd; exact",
+}
+SCHEDULES = {
+    "one_cycle": "up to the learning rate over the first 30 % of the steps, then down to zero",
+    "cosine": "half a cosine from the learning rate to zero",
+    "step": "a tenth of the learning rate after half and after three quarters of the steps",
+    "constant": "the learning rate as it is",
+}
+DEVICES = {"cpu": "the processor", "cuda": "the first visible NVIDIA GPU"}
+GROUPS = ("Data", "Model", "Training", "Memory", "Machine")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. `problems` maps a field's name to a sentence about it."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        self.problems = dict(problems)
+        super().__init__(" ".join(self.problems.values()))
+
+
+def check_system() -> None:
+    """Raise RuntimeError with a clear sentence on systems the engine was never tested on."""
+    if platform.system() not in ("Linux", "Darwin"):
+        raise RuntimeError(
+            f"COMET Lab was tested on Linux (CPU and CUDA) and macOS (CPU) only, this is {platform.system()}; "
+            "use one of them, or the Docker image."
+        )
+
+
+def _option(
+    default: Any, group: str, label: str, help: str, *, unit: str = "", low: float | None = None,
+    high: float | None = None, open_low: bool = False, menu: Mapping[str, str] | None = None,
+) -> Any:  # fmt: skip
+    metadata = dict(
+        group=group, label=label, help=help, unit=unit, low=low, high=high, open_low=open_low, menu=menu
+    )  # fmt: skip
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a training run's result. Raises ConfigError when built from values that cannot run."""
+
+    name: str = _option("", "Model", "Name", "A name for people; empty: made from model, data set and policy.")
+
+    dataset: str = _option("digits", "Data", "Data set", "Where the images come from.", menu=DATASETS)
+    dataset_path: str = _option("", "Data", "Path", "Folder or .zip of images; only for image_folder.")
+    test_fraction: float = _option(
+        0.2, "Data", "Test share", "Share held out when the data have no test part of their own, split by the seed.",
+        unit="fraction", low=0.05, high=0.5)  # fmt: skip
+    image_size: int = _option(
+        0, "Data", "Image size", "Images are resized to this; 0 keeps the size of the data set.", unit="pixels",
+        low=0, high=512)  # fmt: skip
+    augment: bool = _option(True, "Data", "Crop and flip", "Random crop with a margin of an eighth, random mirror.")
+
+    model: str = _option("resnet20", "Model", "Network", "What is trained.", menu=MODELS)
+
+    epochs: int = _option(1, "Training", "Epochs", "Passes over the training images.", low=1, high=10_000)
+    max_steps_per_epoch: int = _option(
+        0, "Training", "Steps an epoch at most", "Ends an epoch early, for a quick look; 0: the whole data set.",
+        unit="steps", low=0, high=10_000_000)  # fmt: skip
+    batch_size: int = _option(
+        128, "Training", "Batch size", "Images a step. Activations grow with it.", unit="images", low=1, high=65_536)  # fmt: skip
+    learning_rate: float = _option(
+        0.1, "Training", "Learning rate", "The highest value of the schedule.", low=0.0, high=100.0, open_low=True)  # fmt: skip
+    schedule: str = _option("one_cycle", "Training", "Schedule", "How the learning rate moves.", menu=SCHEDULES)
+    momentum: float = _option(0.9, "Training", "Momentum", "Of SGD; 0 is plain SGD.", low=0.0, high=0.9999)
+    weight_decay: float = _option(5e-4, "Training", "Weight decay", "L2 penalty of SGD.", low=0.0, high=1.0)
+    seed: int = _option(
+        0, "Training", "Seed", "Decides weights, order of the data, crops and splits.", low=0, high=2**31 - 1)  # fmt: skip
+
+    policy: str = _option("compress", "Memory", "Policy", "What happens to saved tensors.", menu=POLICIES)
+    controller: str = _option(
+        "noise", "Memory", "Controller", "What decides the error bounds; only for compress.", menu=CONTROLLERS)  # fmt: skip
+    noise_budget: float = _option(
+        0.05, "Memory", "Noise budget, weights",
+        "Variance that compression adds to a weight's gradient, as a share of the sampling noise; 0.05 acts like a "
+        "batch 5 % smaller.", unit="fraction", low=0.0, high=10.0)  # fmt: skip
+    norm_budget: float = _option(
+        0.2, "Memory", "Noise budget, norms", "The same for scale and shift of norm layers.", unit="fraction",
+        low=0.0, high=10.0)  # fmt: skip
+    momentum_fraction: float = _option(
+        0.01, "Memory", "Momentum share", "Gradient error as a share of the mean momentum; controller momentum.",
+        unit="fraction", low=0.0, high=1.0)  # fmt: skip
+    error_bound: float = _option(
+        1e-3, "Memory", "Error bound", "Largest error of any stored value; controller fixed.", low=0.0, high=1e6)  # fmt: skip
+    collect_every: int = _option(
+        100, "Memory", "Collect every", "Iterations between two updates of the bounds (W in the papers).",
+        unit="steps", low=1, high=100_000)  # fmt: skip
+    codec: str = _option("error_bounded", "Memory", "Codec", "How lossy tensors are stored.", menu=CODECS)
+
+    device: str = _option("cpu", "Machine", "Device", "Where the run computes.", menu=DEVICES)
+    num_threads: int = _option(
+        0, "Machine", "Threads", "CPU threads; 0: the cores divided by the slots.", low=0, high=1024)  # fmt: skip
+
+    def __post_init__(self) -> None:
+        problems = {}
+        for entry in fields(self):
+            sentence = _problem(entry.name, entry.type, getattr(self, entry.name), entry.metadata)
+            if sentence:
+                problems[entry.name] = sentence
+        if "dataset" not in problems and "dataset_path" not in problems:
+            if self.dataset == "image_folder" and not self.dataset_path:
+                problems["dataset_path"] = "dataset_path is empty, but image_folder needs a folder or a .zip of images."
+            elif self.dataset != "image_folder" and self.dataset_path:
+                problems["dataset_path"] = (
+                    f"dataset_path is {self.dataset_path!r}, but only image_folder reads a path; "
+                    f"leave it empty or choose dataset=image_folder (now {self.dataset})."
+                )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def title(self) -> str:
+        """The run's name, or one made from what is trained and how."""
+        return self.name or f"{self.model} {self.dataset} {self.policy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+
+def _problem(name: str, kind: Any, value: Any, metadata: Mapping[str, Any]) -> str:
+    """A sentence about one field's value, or an empty string where it is fine."""
+    menu = metadata["menu"]
+    if menu is not None:
+        return "" if value in menu else f"{name} is {value!r}; allowed: {', '.join(menu)}."
+    if kind is str:
+        return "" if isinstance(value, str) and len(value) <= 4096 else f"{name} must be a text of at most 4,096 characters."
+    if kind is bool:
+        return "" if isinstance(value, bool) else f"{name} is {value!r}; allowed: true, false."
+    low, high = metadata["low"], metadata["high"]
+    number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    fits = number and math.isfinite(value) and low <= value <= high and not (metadata["open_low"] and value == low)
+    if fits:
+        return ""
+    what = "a whole number" if kind is int else "a number"
+    above = f"above {low:,g}" if metadata["open_low"] else f"from {low:,g}"
+    unit = f" {metadata['unit']}" if metadata["unit"] else ""
+    return f"{name} is {value!r}; allowed: {what} {above} to {high:,g}{unit}."
+
+
+FIELDS = {entry.name: entry for entry in fields(RunConfig)}
+
+
+def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """Build a RunConfig; unknown keys are errors (ConfigError), whole numbers are taken for floats."""
+    unknown = {key: f"{key} is not an option; allowed: {', '.join(FIELDS)}." for key in values if key not in FIELDS}
+    if unknown:
+        raise ConfigError(unknown)
+    given = {
+        key: float(value) if FIELDS[key].type is float and type(value) is int else value for key, value in values.items()
+    }
+    return RunConfig(**given)
+
+
+def config_from_json(text: str) -> RunConfig:
+    return config_from_dict(json.loads(text))
+
+
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """Turn `key=value` texts from a command line into typed values. Raises ConfigError naming each bad one."""
+    values: dict[str, Any] = {}
+    problems = {}
+    for text in settings:
+        key, equals, raw = text.partition("=")
+        if not equals or key not in FIELDS:
+            problems[key] = f"{text!r} is not an option; write key=value with a key of: {', '.join(FIELDS)}."
+            continue
+        kind = FIELDS[key].type
+        try:
+            values[key] = {"true": True, "false": False}[raw.lower()] if kind is bool else kind(raw)  # type: ignore[operator]
+        except (ValueError, KeyError):
+            wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]  # type: ignore[index]
+            problems[key] = f"{key} is {raw!r}; allowed: {wanted}."
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+# name -> (what it shows, the values that differ from the defaults)
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quick": ("ResNet-20 on handwritten digits, a minute on a laptop", {"epochs": 2, "batch_size": 64}),
+    "fashion": (
+        "ResNet-20 on 70,000 images of clothing, one epoch",
+        {"dataset": "fashion_mnist", "batch_size": 128},
+    ),
+    "images": (
+        "ResNet-20 on your own images, three epochs with crop and flip",
+        {"dataset": "image_folder", "epochs": 3, "learning_rate": 0.2},
+    ),
+}
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """The values of a preset that differ from the defaults. Raises ConfigError for an unknown name."""
+    if name not in PRESETS:
+        raise ConfigError({"preset": f"preset is {name!r}; allowed: {', '.join(PRESETS)}."})
+    return dict(PRESETS[name][1])
+
+
+def comet_home() -> Path:
+    """Absolute folder for database, uploads, checkpoints and logs: COMET_HOME, else `var/` in the project."""
+    import os
+
+    given = os.environ.get("COMET_HOME")
+    return Path(given).expanduser().resolve() if given else Path(__file__).resolve().parent.parent / "var"

@@ -1,0 +1,133 @@
+"""`StepMetrics`, `LayerMetrics`, `EvalMetrics`, the `Recorder` protocol, list and console recorders.
+
+One name from the engine to the axis of a chart: a field here is a column of the same name in the database and, with the
+label and unit of its metadata, the title of an axis. A test holds the three together. Stdlib only.
+A value that was not measured is None, never 0. Counts of bytes follow THEORY section 5: storages, each counted once.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
+
+
+def _metric(label: str, unit: str = "", default: Any = None) -> Any:
+    return field(default=default, metadata={"label": label, "unit": unit})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """One iteration. `saved_bytes` and `held_bytes` are taken at the same moment: when most was saved for backward."""
+
+    step: int = field(metadata={"label": "Step", "unit": ""})  # 1 is the first iteration
+    epoch: int | None = _metric("Epoch")  # 1 is the first
+    train_loss: float | None = _metric("Training loss")
+    train_accuracy: float | None = _metric("Training accuracy", "fraction")  # of this batch
+    learning_rate: float | None = _metric("Learning rate")
+    num_samples: int | None = _metric("Images", "images")
+    saved_bytes: int = _metric("Saved for backward, uncompressed", "bytes", 0)
+    held_bytes: int = _metric("Saved for backward, really held", "bytes", 0)
+    conv_input_saved_bytes: int = _metric("Convolution inputs, uncompressed", "bytes", 0)
+    conv_input_held_bytes: int = _metric("Convolution inputs, really held", "bytes", 0)
+    batch_bytes: int = _metric("The batch itself", "bytes", 0)  # the model's input, kept as it is, not in saved_bytes
+    compression_ratio: float | None = _metric("Compression ratio, whole graph", "x")
+    conv_input_ratio: float | None = _metric("Compression ratio, convolution inputs", "x")
+    static_bytes: int | None = _metric("Parameters, gradients, optimizer", "bytes")
+    peak_rss_bytes: int | None = _metric("Peak resident memory of the process", "bytes")  # of this iteration
+    peak_allocated_bytes: int | None = _metric("Peak allocated on the GPU", "bytes")
+    peak_reserved_bytes: int | None = _metric("Peak reserved on the GPU", "bytes")
+    step_seconds: float | None = _metric("Step time", "s")
+    pack_seconds: float | None = _metric("Time spent encoding", "s")
+    unpack_seconds: float | None = _metric("Time spent decoding", "s")
+    wall_seconds: float | None = _metric("Time since the start", "s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMetrics:
+    """One layer's record at one iteration: what its input was stored with and what that does to the gradient."""
+
+    step: int = field(metadata={"label": "Step", "unit": ""})
+    name: str = field(metadata={"label": "Layer", "unit": ""})  # path in the model
+    operator: str = field(metadata={"label": "Operator", "unit": ""})
+    error_bound: float | None = _metric("Error bound")  # absolute; mean over channels for norms; None: stored exactly
+    saved_bytes: int = _metric("Saved for backward, uncompressed", "bytes", 0)
+    held_bytes: int = _metric("Saved for backward, really held", "bytes", 0)
+    compression_ratio: float | None = _metric("Compression ratio", "x")
+    bits_per_value: float | None = _metric("Bits a value", "bits")
+    predicted_sigma: float | None = _metric("Predicted gradient error (standard deviation)")
+    measured_sigma: float | None = _metric("Measured gradient error (standard deviation)")
+    target_sigma: float | None = _metric("Allowed gradient error (standard deviation)")
+    gradient_noise: float | None = _metric("Sampling noise of the gradient (standard deviation)")
+    nonzero_fraction: float | None = _metric("Share of non-zero values", "fraction")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalMetrics:
+    """One evaluation on the test images."""
+
+    step: int = field(metadata={"label": "Step", "unit": ""})
+    epoch: int | None = _metric("Epoch")
+    test_loss: float | None = _metric("Test loss")
+    test_accuracy: float | None = _metric("Test accuracy", "fraction")
+    num_samples: int | None = _metric("Test images", "images")
+    eval_seconds: float | None = _metric("Evaluation time", "s")
+    wall_seconds: float | None = _metric("Time since the start", "s")
+
+
+def axis_label(metric: type, name: str) -> str:
+    """Label and unit of a field, as an axis shows it: "Step time (s)"."""
+    metadata = next(entry.metadata for entry in fields(metric) if entry.name == name)
+    return f"{metadata['label']} ({metadata['unit']})" if metadata["unit"] else metadata["label"]
+
+
+class Recorder(Protocol):
+    """Takes a run's history. No method may raise into the training loop or hold it up."""
+
+    def record_step(self, metrics: StepMetrics) -> None: ...
+    def record_layers(self, metrics: Sequence[LayerMetrics]) -> None: ...
+    def record_eval(self, metrics: EvalMetrics) -> None: ...
+    def close(self) -> None:
+        """Returns once everything taken so far is kept, or has been given up with a message."""
+
+
+class ListRecorder:
+    """Keeps the history in three lists: for tests, for `--json` and for notebooks."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+        self.layers: list[LayerMetrics] = []
+        self.evals: list[EvalMetrics] = []
+
+    def record_step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+
+    def record_layers(self, metrics: Sequence[LayerMetrics]) -> None:
+        self.layers.extend(metrics)
+
+    def record_eval(self, metrics: EvalMetrics) -> None:
+        self.evals.append(metrics)
+
+    def close(self) -> None:
+        pass
+
+    def to_dict(self) -> dict[str, list[dict[str, Any]]]:
+        return {
+            name: [asdict(row) for row in rows]
+            for name, rows in (("steps", self.steps), ("evals", self.evals), ("layers", self.layers))
+        }
+
+
+def to_json_number(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become the texts "nan", "inf" and "-inf", not null and not a large number."""
+    if isinstance(value, dict):
+        return {key: to_json_number(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_number(entry) for entry in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value
+
+
+def dumps(value: Any) -> str:
+    """JSON text of nested dicts and lists, strict: non-finite numbers are texts."""
+    return json.dumps(to_json_number(value), allow_nan=False, indent=1)
