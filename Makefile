@@ -1,6 +1,6 @@
 # make setup | run | test | lint: each makes what it needs first, and takes no time where nothing changed.
 PORT ?= 8501
-PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 python3.11 python3 python; do \
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 VENV := .venv/bin/python
 export PORT
@@ -27,9 +27,9 @@ clean:
 		echo "COMET Lab needs Python 3.11 or newer and found none. Install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(VENV) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || "$(PYTHON)" -m venv --clear .venv || { \
 		echo "$(PYTHON) could not make .venv (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
-	$(VENV) -m pip install --quiet --requirement requirements.txt
+	$(VENV) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	@touch $@
 
 .venv/tests.stamp: .venv/lab.stamp requirements-dev.txt
-	$(VENV) -m pip install --quiet --requirement requirements-dev.txt
+	$(VENV) -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.txt
 	@touch $@
