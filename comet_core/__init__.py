@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "attach", "codecs"]
 
 if TYPE_CHECKING:
-    from comet_core import codecs
+    from comet_core import codecs as codecs
     from comet_core.session import attach
 
 

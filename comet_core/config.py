@@ -1,13 +1,15 @@
 """`RunConfig`, the menu of every selectable name, validation, JSON in and out.
 
-One flat frozen dataclass: a field's name is the key of `--set key=value`, of the form on the web page and of the JSON in
-a run's row, so nothing has to be mapped. Each field carries its label, unit, range and help as metadata; the form, the
-CLI and the validation read the same entry. Stdlib only: the web process imports this file and must stay free of torch.
-It does not look at the file system or the device: whether a path exists is the data set's question, asked when it loads.
+One flat frozen dataclass: a field's name is the key of `--set key=value`, of the form on the web page and of the JSON
+in a run's row, so nothing has to be mapped. Each field carries its label, unit, range and help as metadata; the form,
+the CLI and the validation read the same entry. Stdlib only: the web process imports this file and must stay free of
+torch. It does not look at the file system or the device: whether a path exists is the data set's question, asked when
+it loads.
 """
 
 import json
 import math
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -68,12 +70,18 @@ def check_system() -> None:
 
 
 def _option(
-    default: Any, group: str, label: str, help: str, *, unit: str = "", low: float | None = None,
-    high: float | None = None, open_low: bool = False, menu: Mapping[str, str] | None = None,
-) -> Any:  # fmt: skip
-    metadata = dict(
-        group=group, label=label, help=help, unit=unit, low=low, high=high, open_low=open_low, menu=menu
-    )  # fmt: skip
+    default: Any,
+    group: str,
+    label: str,
+    help: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    open_low: bool = False,
+    menu: Mapping[str, str] | None = None,
+) -> Any:
+    metadata = dict(group=group, label=label, help=help, unit=unit, low=low, high=high, open_low=open_low, menu=menu)
     return field(default=default, metadata=metadata)
 
 
@@ -86,52 +94,100 @@ class RunConfig:
     dataset: str = _option("digits", "Data", "Data set", "Where the images come from.", menu=DATASETS)
     dataset_path: str = _option("", "Data", "Path", "Folder or .zip of images; only for image_folder.")
     test_fraction: float = _option(
-        0.2, "Data", "Test share", "Share held out when the data have no test part of their own, split by the seed.",
-        unit="fraction", low=0.05, high=0.5)  # fmt: skip
+        0.2,
+        "Data",
+        "Test share",
+        "Share held out when the data have no test part of their own, split by the seed.",
+        unit="fraction",
+        low=0.05,
+        high=0.5,
+    )
     image_size: int = _option(
-        0, "Data", "Image size", "Images are resized to this; 0 keeps the size of the data set.", unit="pixels",
-        low=0, high=512)  # fmt: skip
+        0,
+        "Data",
+        "Image size",
+        "Images are resized to this; 0 keeps the size of the data set.",
+        unit="pixels",
+        low=0,
+        high=512,
+    )
     augment: bool = _option(True, "Data", "Crop and flip", "Random crop with a margin of an eighth, random mirror.")
 
     model: str = _option("resnet20", "Model", "Network", "What is trained.", menu=MODELS)
 
     epochs: int = _option(1, "Training", "Epochs", "Passes over the training images.", low=1, high=10_000)
     max_steps_per_epoch: int = _option(
-        0, "Training", "Steps an epoch at most", "Ends an epoch early, for a quick look; 0: the whole data set.",
-        unit="steps", low=0, high=10_000_000)  # fmt: skip
+        0,
+        "Training",
+        "Steps an epoch at most",
+        "Ends an epoch early, for a quick look; 0: the whole data set.",
+        unit="steps",
+        low=0,
+        high=10_000_000,
+    )
     batch_size: int = _option(
-        128, "Training", "Batch size", "Images a step. Activations grow with it.", unit="images", low=1, high=65_536)  # fmt: skip
+        128, "Training", "Batch size", "Images a step. Activations grow with it.", unit="images", low=1, high=65_536
+    )
     learning_rate: float = _option(
-        0.1, "Training", "Learning rate", "The highest value of the schedule.", low=0.0, high=100.0, open_low=True)  # fmt: skip
+        0.1, "Training", "Learning rate", "The highest value of the schedule.", low=0.0, high=100.0, open_low=True
+    )
     schedule: str = _option("one_cycle", "Training", "Schedule", "How the learning rate moves.", menu=SCHEDULES)
     momentum: float = _option(0.9, "Training", "Momentum", "Of SGD; 0 is plain SGD.", low=0.0, high=0.9999)
     weight_decay: float = _option(5e-4, "Training", "Weight decay", "L2 penalty of SGD.", low=0.0, high=1.0)
     seed: int = _option(
-        0, "Training", "Seed", "Decides weights, order of the data, crops and splits.", low=0, high=2**31 - 1)  # fmt: skip
+        0, "Training", "Seed", "Decides weights, order of the data, crops and splits.", low=0, high=2**31 - 1
+    )
 
     policy: str = _option("compress", "Memory", "Policy", "What happens to saved tensors.", menu=POLICIES)
     controller: str = _option(
-        "noise", "Memory", "Controller", "What decides the error bounds; only for compress.", menu=CONTROLLERS)  # fmt: skip
+        "noise", "Memory", "Controller", "What decides the error bounds; only for compress.", menu=CONTROLLERS
+    )
     noise_budget: float = _option(
-        0.05, "Memory", "Noise budget, weights",
+        0.05,
+        "Memory",
+        "Noise budget, weights",
         "Variance that compression adds to a weight's gradient, as a share of the sampling noise; 0.05 acts like a "
-        "batch 5 % smaller.", unit="fraction", low=0.0, high=10.0)  # fmt: skip
+        "batch 5 % smaller.",
+        unit="fraction",
+        low=0.0,
+        high=10.0,
+    )
     norm_budget: float = _option(
-        0.2, "Memory", "Noise budget, norms", "The same for scale and shift of norm layers.", unit="fraction",
-        low=0.0, high=10.0)  # fmt: skip
+        0.2,
+        "Memory",
+        "Noise budget, norms",
+        "The same for scale and shift of norm layers.",
+        unit="fraction",
+        low=0.0,
+        high=10.0,
+    )
     momentum_fraction: float = _option(
-        0.01, "Memory", "Momentum share", "Gradient error as a share of the mean momentum; controller momentum.",
-        unit="fraction", low=0.0, high=1.0)  # fmt: skip
+        0.01,
+        "Memory",
+        "Momentum share",
+        "Gradient error as a share of the mean momentum; controller momentum.",
+        unit="fraction",
+        low=0.0,
+        high=1.0,
+    )
     error_bound: float = _option(
-        1e-3, "Memory", "Error bound", "Largest error of any stored value; controller fixed.", low=0.0, high=1e6)  # fmt: skip
+        1e-3, "Memory", "Error bound", "Largest error of any stored value; controller fixed.", low=0.0, high=1e6
+    )
     collect_every: int = _option(
-        100, "Memory", "Collect every", "Iterations between two updates of the bounds (W in the papers).",
-        unit="steps", low=1, high=100_000)  # fmt: skip
+        100,
+        "Memory",
+        "Collect every",
+        "Iterations between two updates of the bounds (W in the papers).",
+        unit="steps",
+        low=1,
+        high=100_000,
+    )
     codec: str = _option("error_bounded", "Memory", "Codec", "How lossy tensors are stored.", menu=CODECS)
 
     device: str = _option("cpu", "Machine", "Device", "Where the run computes.", menu=DEVICES)
     num_threads: int = _option(
-        0, "Machine", "Threads", "CPU threads; 0: the cores divided by the slots.", low=0, high=1024)  # fmt: skip
+        0, "Machine", "Threads", "CPU threads; 0: the cores divided by the slots.", low=0, high=1024
+    )
 
     def __post_init__(self) -> None:
         problems = {}
@@ -168,7 +224,11 @@ def _problem(name: str, kind: Any, value: Any, metadata: Mapping[str, Any]) -> s
     if menu is not None:
         return "" if value in menu else f"{name} is {value!r}; allowed: {', '.join(menu)}."
     if kind is str:
-        return "" if isinstance(value, str) and len(value) <= 4096 else f"{name} must be a text of at most 4,096 characters."
+        return (
+            ""
+            if isinstance(value, str) and len(value) <= 4096
+            else f"{name} must be a text of at most 4,096 characters."
+        )
     if kind is bool:
         return "" if isinstance(value, bool) else f"{name} is {value!r}; allowed: true, false."
     low, high = metadata["low"], metadata["high"]
@@ -190,8 +250,9 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     unknown = {key: f"{key} is not an option; allowed: {', '.join(FIELDS)}." for key in values if key not in FIELDS}
     if unknown:
         raise ConfigError(unknown)
-    given = {
-        key: float(value) if FIELDS[key].type is float and type(value) is int else value for key, value in values.items()
+    given: dict[str, Any] = {
+        key: float(value) if FIELDS[key].type is float and type(value) is int else value
+        for key, value in values.items()
     }
     return RunConfig(**given)
 
@@ -243,7 +304,5 @@ def preset_values(name: str) -> dict[str, Any]:
 
 def comet_home() -> Path:
     """Absolute folder for database, uploads, checkpoints and logs: COMET_HOME, else `var/` in the project."""
-    import os
-
     given = os.environ.get("COMET_HOME")
     return Path(given).expanduser().resolve() if given else Path(__file__).resolve().parent.parent / "var"

@@ -118,7 +118,7 @@ class ListRecorder:
 
 
 def to_json_number(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become the texts "nan", "inf" and "-inf", not null and not a large number."""
+    """JSON has no NaN and no infinity: they become the texts "nan", "inf" and "-inf", not null."""
     if isinstance(value, dict):
         return {key: to_json_number(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,0 +1,115 @@
+"""What controllers need to know of gradients: sampling noise, momentum, energy at outputs; gathered in backward.
+
+Gradients are sampled in post-accumulate hooks, at most 16,384 fixed random elements a weight, because a full copy would
+cost more than compression saves on AlexNet and VGG (THEORY section 4), and because at `step()` the user may have zeroed
+them already. Sampling uses a generator of its own: the user's random numbers are not touched.
+"""
+
+import math
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAMPLE_SIZE = 16_384
+NUM_PAIRS = 4  # the smallest of the last four differences: consecutive ones overstate the noise, since the model moves
+AVERAGE_DECAY = 0.9  # of the gradient's running mean, where the optimizer keeps no momentum
+
+
+class GradientSampler:
+    """Sampling noise and mean momentum of one weight."""
+
+    def __init__(self, weight: Tensor, grad_scaler: Any) -> None:
+        self.weight, self.grad_scaler = weight, grad_scaler
+        self.enabled = True
+        self._index: Tensor | None = None
+        self._current: Tensor | None = None
+        self._previous: tuple[int, Tensor] | None = None
+        self._variances: deque[float] = deque(maxlen=NUM_PAIRS)
+        self._average: Tensor | None = None
+        self._hook = weight.register_post_accumulate_grad_hook(self._sample)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    @property
+    def gradient_variance(self) -> float | None:
+        """Var(xi) of one element; None until two consecutive iterations were sampled."""
+        return min(self._variances) if self._variances else None
+
+    def _sample(self, weight: Tensor) -> None:
+        if not self.enabled or weight.grad is None or weight.grad.layout is not torch.strided:
+            return
+        flat = weight.grad.detach().reshape(-1)
+        if self._index is None and flat.numel() > SAMPLE_SIZE:
+            generator = torch.Generator().manual_seed(flat.numel())
+            self._index = torch.randint(flat.numel(), (SAMPLE_SIZE,), generator=generator).to(flat.device)
+        sample = (flat if self._index is None else flat[self._index]).to(torch.float32, copy=True)
+        self._current = sample / loss_scale(self.grad_scaler)  # the last backward of an iteration has the whole sum
+
+    def close_iteration(self, iteration: int, *, keep_average: bool) -> None:
+        """Compare with the previous iteration's sample. A sample that is not finite (a skipped step) is dropped."""
+        sample, self._current = self._current, None
+        if sample is None or not bool(torch.isfinite(sample).all()):
+            self._previous = None
+            return
+        if self._previous is not None and self._previous[0] == iteration - 1:
+            self._variances.append(float((sample - self._previous[1]).square().mean()) / 2)
+        self._previous = (iteration, sample)
+        if keep_average:
+            before = self._average if self._average is not None else torch.zeros_like(sample)
+            self._average = AVERAGE_DECAY * before + sample
+
+    def momentum_magnitude(self, optimizers: Iterable[torch.optim.Optimizer]) -> float | None:
+        """Mean |momentum| in SGD's units: from SGD's buffer, Adam's exp_avg, else an average of sampled gradients."""
+        for optimizer in optimizers:
+            state = optimizer.state.get(self.weight)
+            if not state:
+                continue
+            group = next(g for g in optimizer.param_groups if any(p is self.weight for p in g["params"]))
+            if isinstance(state.get("momentum_buffer"), Tensor):
+                return float(state["momentum_buffer"].abs().mean()) / (1 - group.get("dampening", 0))
+            if isinstance(state.get("exp_avg"), Tensor):
+                steps = float(state["step"])
+                beta = group["betas"][0]
+                unit = (1 - AVERAGE_DECAY**steps) / (1 - AVERAGE_DECAY) / (1 - beta**steps)
+                return float(state["exp_avg"].abs().mean()) * unit
+        return None if self._average is None else float(self._average.abs().mean())
+
+
+class OutputEnergy:
+    """Sum of R * d^2 per layer: d the gradient at the output of each call, R the input's share of non-zeros."""
+
+    def __init__(self, grad_scaler: Any) -> None:
+        self.grad_scaler = grad_scaler
+        self._lock = threading.Lock()
+        self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def watch(self, layer: str, output: Tensor, nonzero_fraction: float) -> None:
+        """Add this call's energy once backward reaches its output; the hook lives and dies with the graph."""
+        node = output.grad_fn
+        if node is None:
+            return
+
+        def add(gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients and gradients[0] is not None:
+                norm = torch.linalg.vector_norm(gradients[0].detach(), dtype=torch.float32)
+                scaled = nonzero_fraction * (norm / loss_scale(self.grad_scaler)) ** 2
+                with self._lock:
+                    self._sums[layer].append(scaled)
+
+        node.register_prehook(add)
+
+    def take(self) -> dict[str, float]:
+        """The sums of this iteration; counting starts again from nothing."""
+        with self._lock:
+            sums, self._sums = self._sums, defaultdict(list)
+        return {layer: math.fsum(float(part) for part in parts) for layer, parts in sums.items()}
+
+
+def loss_scale(grad_scaler: Any) -> float:
+    """The factor on the gradients that are in flight; 1 without a scaler."""
+    return float(grad_scaler.get_scale()) if grad_scaler is not None else 1.0

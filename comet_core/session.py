@@ -1,0 +1,216 @@
+"""`attach(model, optimizer, policy=...)`: compressed training in anybody's own loop.
+
+    with comet_core.attach(model, optimizer, policy="compress", controller="noise", noise_budget=0.05) as session:
+        for x, y in batches:
+            optimizer.zero_grad(); loss = loss_fn(model(x), y); loss.backward(); optimizer.step()
+            session.step()
+
+The session joins the parts: a policy that decides, the hooks that ask it, the ledger that counts, the device's memory.
+The model and its parameters are not changed; layers are named by their path in the model. Several sessions coexist.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+import time
+import warnings
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from comet_core import codecs, config
+from comet_core.activations import Ledger, SavedTensors
+from comet_core.controllers import CONTROLLERS
+from comet_core.device_memory import DeviceMemory
+from comet_core.metrics import LayerMetrics, Recorder, StepMetrics
+from comet_core.policies.base import MemoryPolicy
+from comet_core.policies.baseline import BaselinePolicy
+from comet_core.policies.compress import CompressPolicy
+
+_log = logging.getLogger(__name__)
+MMAP_THRESHOLD_BYTES = 2**20  # freed blocks above this go back to the system at once (DESIGN section 4)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer] | None,
+    *,
+    policy: str = "compress",
+    controller: str = "noise",
+    noise_budget: float = 0.05,
+    norm_budget: float = 0.2,
+    momentum_fraction: float = 0.01,
+    error_bound: float = 1e-3,
+    collect_every: int = 100,
+    codec: str = "error_bounded",
+    codec_params: dict[str, Any] | None = None,
+    grad_scaler: Any = None,
+    recorder: Recorder | None = None,
+    tune_allocator: bool = True,
+) -> "Session":
+    """Attach a memory policy to `model` and return the session; use it in `with`, or call `close()`.
+
+    `optimizer`: the one, a list, or None; read for its momentum, never changed. Budgets are shares (0.05 is 5 %), see
+    `RunConfig` for ranges. `grad_scaler`: the AMP scaler whose scale is on the gradients. `recorder` gets the history.
+    `tune_allocator` lowers glibc's mmap threshold for this process, so that freed memory really leaves it.
+    Raises ValueError for an unknown name, a value out of range, or a compiled model.
+    """
+    config.check_system()
+    config.RunConfig(
+        policy=policy,
+        controller=controller,
+        noise_budget=noise_budget,
+        norm_budget=norm_budget,
+        codec=codec,
+        momentum_fraction=momentum_fraction,
+        error_bound=error_bound,
+        collect_every=collect_every,
+    )
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "model is compiled by torch.compile, which ignores saved-tensor hooks; attach the module before compiling "
+            "and train it eagerly."
+        )
+    given = [] if optimizer is None else optimizer
+    optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    if policy == "compress":
+        rules: dict[str, dict[str, Any]] = {
+            "noise": {"noise_budget": noise_budget, "norm_budget": norm_budget},
+            "momentum": {"momentum_fraction": momentum_fraction},
+            "fixed": {"error_bound": error_bound},
+        }
+        chosen: MemoryPolicy = CompressPolicy(
+            controller=CONTROLLERS[controller](**rules[controller]),
+            codec=codecs.get_codec(codec, **(codec_params or {})),
+            collect_every=collect_every,
+            grad_scaler=grad_scaler,
+        )
+    else:
+        chosen = BaselinePolicy()
+    if tune_allocator:
+        _tune_allocator()
+    return Session(model, optimizers, chosen, recorder)
+
+
+class Session:
+    """A policy at work on a model. `step()` closes an iteration; `last_step` and `layers` say what it was."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], policy: MemoryPolicy, recorder: Recorder | None
+    ) -> None:
+        self.policy, self.recorder = policy, recorder
+        self.last_step: StepMetrics | None = None
+        self.layers: list[LayerMetrics] = []
+        self.num_steps = 0
+        self._model, self._optimizers = model, optimizers
+        self._started = time.perf_counter()
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._memory = DeviceMemory(device)
+        self._ledger = Ledger()
+        policy.attach(model, optimizers)
+        self._saved_tensors = SavedTensors(model, policy, self._ledger)
+        self._num_optimizer_steps = 0
+        self._step_hooks = [optimizer.register_step_post_hook(self._count_optimizer_step) for optimizer in optimizers]
+        self._memory.reset_peak()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take every hook off again. Graphs that are still alive can be used; may be called twice."""
+        self._saved_tensors.close()
+        self.policy.close()
+        for hook in self._step_hooks:
+            hook.remove()
+
+    def step(
+        self,
+        *,
+        train_loss: float | Tensor | None = None,
+        train_accuracy: float | None = None,
+        num_samples: int | None = None,
+        epoch: int | None = None,
+        learning_rate: float | None = None,
+    ) -> StepMetrics:
+        """Close the iteration: statistics, bounds, metrics. Once an optimizer step, before or after `zero_grad`."""
+        now = time.perf_counter()
+        self.num_steps += 1
+        saved = self._saved_tensors
+        layer_bytes = saved.layer_bytes()
+        news = self.policy.after_step(self.num_steps)
+        count = self._ledger.close_iteration()
+        self.last_step = StepMetrics(
+            step=self.num_steps,
+            epoch=epoch,
+            train_loss=None if train_loss is None else float(train_loss),
+            train_accuracy=train_accuracy,
+            learning_rate=learning_rate,
+            num_samples=num_samples,
+            saved_bytes=count.saved,
+            held_bytes=count.held,
+            conv_input_saved_bytes=count.conv_input_saved,
+            conv_input_held_bytes=count.conv_input_held,
+            batch_bytes=self._ledger.batch_bytes,
+            compression_ratio=_ratio(count.saved, count.held),
+            conv_input_ratio=_ratio(count.conv_input_saved, count.conv_input_held),
+            static_bytes=self._static_bytes(),
+            step_seconds=None if saved.forward_started is None else now - saved.forward_started,
+            pack_seconds=saved.pack_seconds,
+            unpack_seconds=saved.unpack_seconds,
+            wall_seconds=now - self._started,
+            **self._memory.peak(),
+        )
+        if news or not self.layers:
+            self.layers = self.policy.layer_metrics(self.num_steps, layer_bytes)
+        saved.close_iteration()
+        if self.recorder is not None:
+            self.recorder.record_step(self.last_step)
+            if news and self.layers:
+                self.recorder.record_layers(self.layers)
+        self._memory.reset_peak()
+        return self.last_step
+
+    def _static_bytes(self) -> int:
+        """Bytes of parameters, buffers, gradients and optimizer state, each storage once."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        tensors += [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        for optimizer in self._optimizers:
+            tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in strided}
+        return sum(storages.values())
+
+    def _count_optimizer_step(self, *_: Any) -> None:
+        self._num_optimizer_steps += 1
+        if self._num_optimizer_steps == 3 and self.num_steps == 0:
+            warnings.warn(
+                "three optimizer steps without session.step(): bounds stay at their start-up values; call "
+                "session.step() once after each optimizer step.",
+                stacklevel=2,
+            )
+
+
+def _ratio(saved: int, held: int) -> float | None:
+    return saved / held if held else None
+
+
+@functools.cache
+def _tune_allocator() -> None:
+    """Once a process: glibc returns freed blocks of 1 MiB and more to the system (mallopt, M_MMAP_THRESHOLD is -3)."""
+    if platform.libc_ver()[0] != "glibc" or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    if ctypes.CDLL(None).mallopt(-3, MMAP_THRESHOLD_BYTES):
+        _log.info(
+            "glibc's mmap threshold set to %d bytes, so that freed activations leave the process", MMAP_THRESHOLD_BYTES
+        )
