@@ -1,0 +1,27 @@
+"""Ways to store a tensor: the registry of codecs and `get_codec`."""
+
+import inspect
+from typing import Any
+
+from comet_core.codecs.base import Codec
+from comet_core.codecs.error_bounded import ErrorBoundedCodec
+from comet_core.codecs.lossless import LosslessCodec
+
+CODECS: dict[str, type[Codec]] = {
+    "error_bounded": ErrorBoundedCodec,
+    "lossless": LosslessCodec,
+}
+
+
+def get_codec(name: str, **params: Any) -> Codec:
+    """A codec by its name in CODECS. Raises ValueError for an unknown name, and for unknown or missing parameters."""
+    if name not in CODECS:
+        raise ValueError(f"codec is {name!r}; allowed: {', '.join(CODECS)}.")
+    known = inspect.signature(CODECS[name]).parameters
+    missing = [key for key, param in known.items() if param.default is param.empty and key not in params]
+    if missing or not params.keys() <= known.keys():
+        raise ValueError(
+            f"parameters of codec {name!r} are {', '.join(params) or 'none'}; allowed: {', '.join(known) or 'none'}"
+            + (f"; missing: {', '.join(missing)}." if missing else ".")
+        )
+    return CODECS[name](**params)

@@ -1,0 +1,77 @@
+"""The thread pool that runs one task a chunk, and the zstd stage, one compressor a thread.
+
+Chunks make large tensors parallel and keep a task's working set in the cache. Everything slow in a task (numba
+kernels, zstd) releases the GIL. The pool is made on first use with torch's number of threads, and made anew after a
+fork, because threads do not survive one. Tasks must not call `run_chunks` themselves.
+
+Without the library zstandard the bytes stay as they are; only this file imports it.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+try:
+    import zstandard
+except ImportError:
+    zstandard = None  # type: ignore[assignment]
+
+Result = TypeVar("Result")
+
+CHUNK_VALUES = 1 << 18
+"""Values a chunk on the CPU."""
+
+_LEVEL = 1
+_local = threading.local()
+_pool: ThreadPoolExecutor | None = None
+_pool_lock = threading.Lock()
+
+
+def _forget_pool() -> None:
+    global _pool, _pool_lock
+    _pool, _pool_lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def run_chunks(task: Callable[[int], Result], num_chunks: int) -> list[Result]:
+    """task(0), ..., task(num_chunks - 1) on the pool, results in order; a single one runs in the calling thread."""
+    global _pool
+    if num_chunks <= 1:
+        return [task(chunk) for chunk in range(num_chunks)]
+    with _pool_lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="comet-codec")
+        pool = _pool
+    return list(pool.map(task, range(num_chunks)))
+
+
+def compress(data: Any) -> bytes:
+    """The contiguous buffer `data`, compressed where that makes it smaller, else as it is."""
+    raw = memoryview(data).cast("B")
+    if zstandard is None or len(raw) == 0:
+        return bytes(raw)
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    compressed: bytes = _local.compressor.compress(raw)
+    return compressed if len(compressed) < len(raw) else bytes(raw)
+
+
+def decompress(data: bytes, size_bytes: int) -> np.ndarray:
+    """The `size_bytes` bytes that compress was given, as a read-only uint8 array."""
+    if len(data) < size_bytes:
+        if zstandard is None:
+            raise RuntimeError(
+                "this record was compressed with zstandard, which is missing here; pip install zstandard."
+            )
+        if not hasattr(_local, "decompressor"):
+            _local.decompressor = zstandard.ZstdDecompressor()
+        data = _local.decompressor.decompress(data)
+    return np.frombuffer(data, np.uint8)

@@ -1,0 +1,259 @@
+"""Twins of the reference stages in numba, for float32 and float64 (and bytes) on the CPU, equal bit for bit.
+
+One pass over the values quantises, checks and packs, block by block in the first-level cache. The kernels are serial
+and release the GIL: the codecs call them from their own threads (`chunks.py`), since numba's parallel kernels must not be
+called from two threads at once. numba forms no fused multiply-add unless told to (fastmath), which the equality with
+the reference needs.
+
+Within a block the loop has no branch, so that it becomes vector instructions; outliers are rare and looked up in a
+second walk over the blocks that have some. Compiled code is cached on disk (NUMBA_CACHE_DIR, else beside this file).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from comet_core.codecs.kernels.reference import Grid
+
+_BLOCK = 256
+_LANES = 64
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # numpy's error model: a division makes inf or NaN instead of a branch to an exception.
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to cache in can be written
+        return njit(**options)(function)
+
+
+@_compiled
+def _fill_block(of_channel, start, count, inner, block):
+    """block[j] = of_channel[channel of flat index start + j]; the channel, if it is one and the same, else -1."""
+    num_channels = len(of_channel)
+    channel = start // inner
+    left = inner - (start - channel * inner)
+    channel %= num_channels
+    if left >= count:
+        block[:] = of_channel[channel]
+        return
+    for j in range(count):
+        block[j] = of_channel[channel]
+        left -= 1
+        if left == 0:
+            left = inner
+            channel = channel + 1 if channel + 1 < num_channels else 0
+
+
+@_compiled
+def _one_channel(start, count, inner, num_channels):
+    """The channel that all of a block's values have, or -1."""
+    if num_channels == 1:
+        return 0
+    first = start // inner
+    return first % num_channels if first == (start + count - 1) // inner else -1
+
+
+@_compiled
+def _encode(x, start, step, offset, bound, inner, sign_exact, bits, packed, outliers):
+    """Fill packed and outliers (indices into x); the number of outliers, or -1 when there is no room for them."""
+    limit = 1 << (bits - 1)
+    low, high = x.dtype.type(-limit), x.dtype.type(limit - 1)
+    zero, one, two, half = x.dtype.type(0), x.dtype.type(1), x.dtype.type(2), x.dtype.type(0.5)
+    steps, offsets = np.empty(_BLOCK, x.dtype), np.empty(_BLOCK, x.dtype)
+    bounds = np.empty(_BLOCK, np.float64)
+    codes = np.empty(_BLOCK, np.uint8)
+    missed = np.empty(_BLOCK, np.bool_)
+    filled = -1
+    num_outliers = 0
+    for first in range(0, len(x), _BLOCK):
+        values = x[first : first + _BLOCK]
+        count = len(values)
+        channel = _one_channel(start + first, count, inner, len(step))
+        if channel < 0 or channel != filled:
+            _fill_block(step, start + first, count, inner, steps)
+            _fill_block(offset, start + first, count, inner, offsets)
+            _fill_block(bound, start + first, count, inner, bounds)
+            filled = channel
+        num_missed = 0
+        if sign_exact:
+            for j in range(count):
+                size = abs(values[j])
+                q = np.ceil(size / steps[j])
+                q = one if (q < one and size > zero) else q
+                signed = -q if values[j] < zero else q
+                fits = signed >= low and signed <= high
+                signed = signed if fits else zero
+                q = q if fits else zero
+                y = (two * q - one) * (steps[j] * half)
+                y = zero if q == zero else y
+                # |x| and |y| have the sign taken off both, which leaves their distance.
+                miss = not (fits and abs(np.float64(size) - np.float64(y)) <= bounds[j])
+                missed[j] = miss
+                num_missed += miss
+                codes[j] = np.uint8(np.int32(signed) + limit)
+        else:
+            for j in range(count):
+                q = np.rint(values[j] / steps[j]) - offsets[j]
+                fits = q >= low and q <= high
+                q = q if fits else zero
+                y = (q + offsets[j]) * steps[j]
+                miss = not (fits and abs(np.float64(values[j]) - np.float64(y)) <= bounds[j])
+                missed[j] = miss
+                num_missed += miss
+                codes[j] = np.uint8(np.int32(q) + limit)
+        if bits == 8:
+            packed[first : first + count] = codes[:count]
+        else:
+            if count % 2:
+                codes[count] = 0
+            pairs = packed[first // 2 : first // 2 + (count + 1) // 2]
+            for k in range(len(pairs)):
+                pairs[k] = codes[2 * k] | (codes[2 * k + 1] << 4)
+        if num_missed:
+            if num_outliers + num_missed > len(outliers):
+                return -1
+            for j in range(count):
+                if missed[j]:
+                    outliers[num_outliers] = first + j
+                    num_outliers += 1
+    return num_outliers
+
+
+@_compiled
+def _decode(packed, start, step, offset, inner, sign_exact, bits, out):
+    limit = 1 << (bits - 1)
+    zero, one, two, half = out.dtype.type(0), out.dtype.type(1), out.dtype.type(2), out.dtype.type(0.5)
+    steps, offsets = np.empty(_BLOCK, out.dtype), np.empty(_BLOCK, out.dtype)
+    codes = np.empty(_BLOCK, np.uint8)
+    filled = -1
+    for first in range(0, len(out), _BLOCK):
+        values = out[first : first + _BLOCK]
+        count = len(values)
+        channel = _one_channel(start + first, count, inner, len(step))
+        if channel < 0 or channel != filled:
+            _fill_block(step, start + first, count, inner, steps)
+            _fill_block(offset, start + first, count, inner, offsets)
+            filled = channel
+        if bits == 8:
+            codes[:count] = packed[first : first + count]
+        else:
+            pairs = packed[first // 2 : first // 2 + (count + 1) // 2]
+            for k in range(len(pairs)):
+                codes[2 * k] = pairs[k] & 15
+                codes[2 * k + 1] = pairs[k] >> 4
+        if sign_exact:
+            for j in range(count):
+                q = out.dtype.type(np.int32(codes[j]) - limit)
+                y = (two * abs(q) - one) * (steps[j] * half)
+                y = zero if q == zero else y
+                values[j] = -y if q < zero else y
+        else:
+            for j in range(count):
+                q = out.dtype.type(np.int32(codes[j]) - limit)
+                values[j] = (q + offsets[j]) * steps[j]
+
+
+@_compiled
+def _finite_range(x, start, inner, low, high):
+    """Widen low and high (C,) by the finite values of x, in lanes: a plain minimum would wait for itself."""
+    num_channels = len(low)
+    largest = np.finfo(x.dtype).max
+    lows, highs = np.empty(_LANES, x.dtype), np.empty(_LANES, x.dtype)
+    first = 0
+    while first < len(x):
+        channel = (start + first) // inner
+        count = min(len(x) - first, inner - (start + first - channel * inner) if num_channels > 1 else len(x))
+        channel %= num_channels
+        values = x[first : first + count]
+        first += count
+        if count < _LANES:
+            for j in range(count):
+                if abs(values[j]) <= largest:
+                    low[channel] = min(low[channel], np.float64(values[j]))
+                    high[channel] = max(high[channel], np.float64(values[j]))
+            continue
+        lows[:] = np.inf
+        highs[:] = -np.inf
+        # The last group of lanes overlaps the one before, which a minimum does not mind.
+        for group in range((count + _LANES - 1) // _LANES):
+            at = min(group * _LANES, count - _LANES)
+            lanes = values[at : at + _LANES]
+            for j in range(_LANES):
+                value = lanes[j]
+                finite = abs(value) <= largest
+                lows[j] = value if finite and value < lows[j] else lows[j]
+                highs[j] = value if finite and value > highs[j] else highs[j]
+        for j in range(_LANES):
+            low[channel] = min(low[channel], np.float64(lows[j]))
+            high[channel] = max(high[channel], np.float64(highs[j]))
+
+
+@_compiled
+def _shuffle(data, itemsize, out):
+    count = len(data) // itemsize
+    for place in range(itemsize):
+        plane = out[place * count : (place + 1) * count]
+        for j in range(count):
+            plane[j] = data[j * itemsize + place]
+
+
+@_compiled
+def _unshuffle(data, itemsize, out):
+    count = len(data) // itemsize
+    for place in range(itemsize):
+        plane = data[place * count : (place + 1) * count]
+        for j in range(count):
+            out[j * itemsize + place] = plane[j]
+
+
+def encode_chunk(
+    x: Tensor, start: int, grid: Grid, bound: Tensor, bits: int, max_outliers: int
+) -> tuple[np.ndarray, int] | None:
+    """Twin of reference.encode_chunk; the blob is a numpy array."""
+    values = x.numpy()
+    packed = np.empty((len(values) * bits + 7) // 8, np.uint8)
+    outliers = np.empty(max_outliers, np.int32)
+    num_outliers = _encode(
+        values, start, grid.step.numpy(), grid.offset.numpy(), bound.numpy(), grid.inner, grid.sign_exact, bits,
+        packed, outliers,
+    )  # fmt: skip
+    if num_outliers < 0:
+        return None
+    if num_outliers == 0:
+        return packed, 0
+    outliers = outliers[:num_outliers]
+    return np.concatenate([outliers.view(np.uint8), values[outliers].view(np.uint8), packed]), num_outliers
+
+
+def decode_chunk(blob: np.ndarray, num_outliers: int, start: int, grid: Grid, bits: int, out: Tensor) -> None:
+    """Twin of reference.decode_chunk; the blob is a numpy array."""
+    values = out.numpy()
+    values_at, codes_at = 4 * num_outliers, (4 + out.itemsize) * num_outliers
+    _decode(
+        blob[codes_at:], start, grid.step.numpy(), grid.offset.numpy(), grid.inner, grid.sign_exact, bits, values
+    )  # fmt: skip
+    if num_outliers:
+        indices = blob[:values_at].view(np.int32)
+        values[indices] = blob[values_at:codes_at].copy().view(values.dtype)
+
+
+def finite_range(x: Tensor, start: int, inner: int, low: Tensor, high: Tensor) -> None:
+    """Twin of reference.finite_range."""
+    _finite_range(x.numpy(), start, inner, low.numpy(), high.numpy())
+
+
+def shuffle_bytes(data: Tensor, itemsize: int) -> np.ndarray:
+    """Twin of reference.shuffle_bytes."""
+    out = np.empty(len(data), np.uint8)
+    _shuffle(data.numpy(), itemsize, out)
+    return out
+
+
+def unshuffle_bytes(data: np.ndarray, out: Tensor) -> None:
+    """Twin of reference.unshuffle_bytes."""
+    _unshuffle(data, out.itemsize, out.view(-1).numpy().view(np.uint8))
