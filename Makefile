@@ -27,6 +27,7 @@ clean:
 		echo "COMET Lab needs Python 3.11 or newer and found none. Install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(VENV) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || "$(PYTHON)" -m venv --clear .venv || { \
 		echo "$(PYTHON) could not make .venv (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@echo "Installing the libraries into .venv; PyTorch takes a few minutes the first time"
 	$(VENV) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	@touch $@
 
