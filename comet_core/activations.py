@@ -76,7 +76,7 @@ class Ledger:
         with self.lock:
             for name, amount in change.items():
                 setattr(self.now, name, getattr(self.now, name) + amount)
-            if self.now.saved >= self.peak.saved:
+            if (self.now.saved, self.now.held) > (self.peak.saved, self.peak.held):
                 self.peak = ByteCount(**vars(self.now))
 
     def close_iteration(self) -> ByteCount:
@@ -259,7 +259,7 @@ class SavedTensors:
             return
         frame = self._frame
         if not frame.modules:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or _in_backward():
                 return
             if self.forward_started is None:
                 self.forward_started = time.perf_counter()
@@ -415,6 +415,11 @@ class AttributionMode(TorchFunctionMode):
             output = func(*args, **kwargs)
         self._saved_tensors.plan.called(call, output)
         return output
+
+
+def _in_backward() -> bool:
+    """Whether this thread runs a backward pass: a forward in it recomputes a checkpoint, whose own hooks must see it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(values: Any) -> list[Tensor]:

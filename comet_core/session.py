@@ -153,7 +153,7 @@ class Session:
         self.last_step = StepMetrics(
             step=self.num_steps,
             epoch=epoch,
-            train_loss=None if train_loss is None else float(train_loss),
+            train_loss=train_loss.item() if isinstance(train_loss, Tensor) else train_loss,
             train_accuracy=train_accuracy,
             learning_rate=learning_rate,
             num_samples=num_samples,

@@ -1,0 +1,102 @@
+"""RunConfig: what is refused, with which sentence, and what survives the way through JSON."""
+
+import subprocess
+import sys
+
+import pytest
+
+from comet_core import config
+from comet_core.config import ConfigError, RunConfig, config_from_dict, config_from_json, parse_settings
+
+
+def test_json_round_trips_every_field():
+    given = RunConfig(name="µ <b>", epochs=3, augment=False, noise_budget=0.07, dataset="cifar10", policy="baseline")
+    assert config_from_json(given.to_json()) == given
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "words"),
+    [
+        ({"epochs": 0}, "epochs", "from 1 to 10,000"),
+        ({"epochs": 1.5}, "epochs", "a whole number"),
+        ({"epochs": True}, "epochs", "a whole number"),
+        ({"model": "resnet21"}, "model", "resnet20, resnet18"),
+        ({"learning_rate": 0.0}, "learning_rate", "above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate", "a number"),
+        ({"noise_budget": -0.1}, "noise_budget", "from 0"),
+        ({"noise_budget": float("inf")}, "noise_budget", "to 10"),
+        ({"augment": 1}, "augment", "true, false"),
+        ({"device": "mps"}, "device", "cpu, cuda"),
+        ({"name": "x" * 5000}, "name", "4,096"),
+        ({"dataset": "image_folder"}, "dataset_path", "needs a folder or a .zip"),
+        ({"dataset_path": "a.zip"}, "dataset_path", "only image_folder reads a path"),
+        ({"batchsize": 1}, "batchsize", "batch_size"),
+    ],
+)
+def test_a_value_that_cannot_run_is_refused_by_a_sentence_about_its_field(values, field, words):
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(values)
+    assert list(caught.value.problems) == [field]
+    assert words in caught.value.problems[field] and field in str(caught.value)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(epochs=0, batch_size=0, model="x")
+    assert set(caught.value.problems) == {"epochs", "batch_size", "model"}
+
+
+def test_settings_of_a_command_line_get_the_types_of_their_fields():
+    assert parse_settings(["epochs=3", "learning_rate=1", "augment=False", "name=a=b"]) == {
+        "epochs": 3,
+        "learning_rate": 1.0,
+        "augment": False,
+        "name": "a=b",
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(["epochs=many", "nonsense", "augment=perhaps"])
+    assert set(caught.value.problems) == {"epochs", "nonsense", "augment"}
+
+
+def test_every_preset_is_a_configuration_that_runs():
+    for name in config.PRESETS:
+        values = config.preset_values(name)
+        if values.get("dataset") == "image_folder":
+            values["dataset_path"] = "images.zip"
+        assert config_from_dict(values).epochs >= 1
+    with pytest.raises(ConfigError, match="quick"):
+        config.preset_values("slow")
+
+
+def test_every_field_has_a_label_a_help_and_a_group():
+    for name, field in config.FIELDS.items():
+        assert field.metadata["label"] and field.metadata["help"], name
+        assert field.metadata["group"] in config.GROUPS, name
+
+
+def test_the_menus_name_what_the_registries_hold():
+    from comet_core import codecs, datasets, models
+    from comet_core.controllers import CONTROLLERS
+    from comet_core.policies import POLICIES
+
+    assert set(config.MODELS) == set(models.MODELS)
+    assert set(config.DATASETS) == set(datasets.DATASETS)
+    assert set(config.POLICIES) == set(POLICIES)
+    assert set(config.CONTROLLERS) == set(CONTROLLERS)
+    assert set(config.CODECS) <= set(codecs.CODECS)
+
+
+def test_importing_the_package_its_config_and_its_metrics_does_not_load_torch():
+    code = (
+        "import sys, comet_core, comet_core.config, comet_core.metrics, comet_core.launcher;"
+        "loaded = {'torch', 'numpy', 'pandas'} & set(sys.modules); assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_comet_home_is_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMET_HOME", "here")
+    assert config.comet_home() == tmp_path / "here"
+    monkeypatch.delenv("COMET_HOME")
+    assert config.comet_home().is_absolute() and config.comet_home().name == "var"
