@@ -6,10 +6,14 @@ from typing import Any
 from comet_core.codecs.base import Codec
 from comet_core.codecs.error_bounded import ErrorBoundedCodec
 from comet_core.codecs.lossless import LosslessCodec
+from comet_core.codecs.sign_mask import SignMaskCodec
+from comet_core.codecs.window_index import WindowIndexCodec
 
 CODECS: dict[str, type[Codec]] = {
     "error_bounded": ErrorBoundedCodec,
     "lossless": LosslessCodec,
+    "sign_mask": SignMaskCodec,
+    "window_index": WindowIndexCodec,
 }
 
 

@@ -29,7 +29,7 @@ from comet_core.codecs.base import (
     empty_like_record,
     flat_of,
 )
-from comet_core.codecs.kernels import cpu, has_twin, reference
+from comet_core.codecs.kernels import reference, twin_of
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES, compress, decompress, run_chunks
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.lossless import decode_bytes, encode_bytes
@@ -81,7 +81,7 @@ class ErrorBoundedCodec(Codec):
 
         def encode_chunk(index: int) -> tuple[int, int, bytes | Tensor]:
             x = chunks[index]
-            kernels = cpu if has_twin(x) else reference
+            kernels = twin_of(x) or reference
             for bits, share in _WIDTHS.items():
                 found = kernels.encode_chunk(x, index * chunk_values, grid, bound, bits, len(x) // share)
                 if found is not None and found[0].nbytes < x.nbytes:
@@ -101,20 +101,18 @@ class ErrorBoundedCodec(Codec):
         chunks = flat_of(out).split(chunk_values)
         tables = encoded.parts[: len(encoded.parts) - len(meta.bits)]
         blobs = encoded.parts[len(tables) :]
+        grid = Grid(*tables, meta.inner, meta.sign_exact) if tables else None
 
         def decode_chunk(index: int) -> None:
-            x, bits, num_outliers, blob = chunks[index], meta.bits[index], meta.num_outliers[index], blobs[index]
+            x, blob, bits, num_outliers = chunks[index], blobs[index], meta.bits[index], meta.num_outliers[index]
             if bits == _LOSSLESS:
                 decode_bytes(blob, x)
                 return
-            grid = Grid(*tables, meta.inner, meta.sign_exact)
+            twin, data = twin_of(x), blob
             if isinstance(blob, bytes):
-                blob = decompress(blob, (len(x) * bits + 7) // 8 + num_outliers * (4 + x.itemsize))
-            if has_twin(x):
-                cpu.decode_chunk(blob, num_outliers, index * chunk_values, grid, bits, x)
-            else:
-                blob = torch.from_numpy(np.array(blob)) if isinstance(blob, np.ndarray) else blob
-                reference.decode_chunk(blob, num_outliers, index * chunk_values, grid, bits, x)
+                data = decompress(blob, (len(x) * bits + 7) // 8 + num_outliers * (4 + x.itemsize))
+                data = data if twin else torch.from_numpy(data.copy())
+            (twin or reference).decode_chunk(data, num_outliers, index * chunk_values, grid, bits, x)
 
         _run(out)(decode_chunk, len(chunks))
         return out.to(device or encoded.device)
@@ -126,7 +124,7 @@ def _chunk_values(x: Tensor) -> int:
 
 def _run(x: Tensor) -> Callable[[Callable[[int], Result], int], list[Result]]:
     """How to run the tasks of x's chunks: torch's operations have threads of their own."""
-    return run_chunks if has_twin(x) else lambda task, num_chunks: [task(index) for index in range(num_chunks)]
+    return run_chunks if twin_of(x) else lambda task, num_chunks: [task(index) for index in range(num_chunks)]
 
 
 def _held(blob: np.ndarray | Tensor) -> bytes | Tensor:
@@ -172,7 +170,7 @@ def _grid_and_bound(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> tuple
 def _channels(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
     """Number of channels, and how many neighbours in memory belong to one. Raises ValueError where they do not fit."""
     if bound.channel_dim is None:
-        return 1, 1
+        return 1, max(dense.numel(), 1)
     if not -dense.ndim <= bound.channel_dim < dense.ndim:
         raise ValueError(
             f"channel_dim of the error bound is {bound.channel_dim}, but the tensor has shape {tuple(dense.shape)}; "
@@ -185,14 +183,14 @@ def _channels(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
             f"value of the error bound has {len(bound.value)} entries, but dimension {bound.channel_dim} of the tensor "
             f"has {num_channels} channels; give one entry a channel."
         )
-    return num_channels, max(dense.stride(bound.channel_dim), 1)
+    return num_channels, max(dense.stride(bound.channel_dim), 1) if num_channels > 1 else max(dense.numel(), 1)
 
 
 def _finite_range(dense: Tensor, num_channels: int, inner: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest finite value of each channel, (C,) float64 on the CPU; zeros where none is finite."""
     chunk_values = _chunk_values(dense)
     chunks = flat_of(dense).split(chunk_values)
-    kernels = cpu if has_twin(dense) else reference
+    kernels = twin_of(dense) or reference
 
     def range_of(index: int) -> tuple[Tensor, Tensor]:
         low = torch.full((num_channels,), torch.inf, dtype=torch.float64)

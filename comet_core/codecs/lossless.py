@@ -7,12 +7,11 @@ Tensors on a GPU are kept as they are: the zstd stage runs on the CPU only.
 Sources: the byte shuffle of HDF5 and Blosc.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from comet_core.codecs.base import Codec, Encoded, ErrorBound, dense_of, empty_like_record, flat_of
-from comet_core.codecs.kernels import cpu, reference
+from comet_core.codecs.kernels import reference, twin_of
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES, compress, decompress, run_chunks
 
 
@@ -25,7 +24,8 @@ class LosslessCodec(Codec):
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense = dense_of(tensor)
         chunks = flat_of(dense).split(CHUNK_VALUES)
-        return self.record(dense, tuple(run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks))))
+        parts = run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks))
+        return self.record(dense, tuple(parts))
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
@@ -40,21 +40,24 @@ def encode_bytes(x: Tensor) -> bytes | Tensor:
     data = x.view(torch.uint8)
     if x.device.type != "cpu":
         return data.clone()
+    twin = twin_of(data)
     if x.itemsize == 1:
         return compress(data.numpy())
-    shuffled = reference.shuffle_bytes(data, x.itemsize).numpy() if cpu is None else cpu.shuffle_bytes(data, x.itemsize)
-    return compress(shuffled)
+    if twin is None:
+        return compress(reference.shuffle_bytes(data, x.itemsize).numpy())
+    return compress(twin.shuffle_bytes(data, x.itemsize))
 
 
 def decode_bytes(part: bytes | Tensor, out: Tensor) -> None:
     """Write what encode_bytes stored into out (n,)."""
+    target = out.view(torch.uint8)
     if isinstance(part, Tensor):
-        out.view(torch.uint8).copy_(part)
+        target.copy_(part)
         return
-    data = decompress(part, out.nbytes)
+    data, twin = decompress(part, out.nbytes), twin_of(target)
     if out.itemsize == 1:
-        out.view(torch.uint8).numpy()[:] = data
-    elif cpu is None:
-        reference.unshuffle_bytes(torch.from_numpy(np.array(data)), out)
+        target.numpy()[:] = data
+    elif twin is None:
+        reference.unshuffle_bytes(torch.from_numpy(data.copy()), out.itemsize, target)
     else:
-        cpu.unshuffle_bytes(data, out)
+        twin.unshuffle_bytes(data, out.itemsize, target)

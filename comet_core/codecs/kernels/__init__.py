@@ -1,19 +1,19 @@
-"""Stages of the codecs: the definition in PyTorch and its twins, and which of them serves a tensor."""
+"""Stages of the codecs: the definition in PyTorch, its twins, and which of them serves a tensor."""
+
+import importlib
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from comet_core.codecs.kernels import reference
-
+_cpu: ModuleType | None
 try:
-    from comet_core.codecs.kernels import cpu
+    _cpu = importlib.import_module("comet_core.codecs.kernels.cpu")
 except ImportError:  # numba is missing: the definition serves everything
-    cpu = None  # type: ignore[assignment]
+    _cpu = None
 
 
-def has_twin(x: Tensor) -> bool:
-    """Whether `cpu`, rather than `reference`, serves this tensor."""
-    return cpu is not None and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64, torch.uint8)
-
-
-__all__ = ["cpu", "has_twin", "reference"]
+def twin_of(x: Tensor) -> ModuleType | None:
+    """The module with compiled twins of the reference's stages for this tensor, None where there is none."""
+    served = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64, torch.uint8)
+    return _cpu if served else None

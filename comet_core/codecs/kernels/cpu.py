@@ -1,8 +1,8 @@
 """Twins of the reference stages in numba, for float32 and float64 (and bytes) on the CPU, equal bit for bit.
 
 One pass over the values quantises, checks and packs, block by block in the first-level cache. The kernels are serial
-and release the GIL: the codecs call them from their own threads (`chunks.py`), since numba's parallel kernels must not be
-called from two threads at once. numba forms no fused multiply-add unless told to (fastmath), which the equality with
+and release the GIL: the codecs call them from their own threads (`chunks.py`), since numba's parallel kernels must not
+be called from two threads at once. numba forms no fused multiply-add unless told to (fastmath), which the equality with
 the reference needs.
 
 Within a block the loop has no branch, so that it becomes vector instructions; outliers are rare and looked up in a
@@ -10,9 +10,11 @@ second walk over the blocks that have some. Compiled code is cached on disk (NUM
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
@@ -24,33 +26,35 @@ _LANES = 64
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # numpy's error model: a division makes inf or NaN instead of a branch to an exception.
-    options = {"nogil": True, "error_model": "numpy"}
+    compile_with = partial(njit, nogil=True, error_model="numpy")
     try:
-        return njit(cache=True, **options)(function)
+        compiled: Callable[..., Any] = compile_with(cache=True)(function)
     except RuntimeError:  # no folder to cache in can be written
-        return njit(**options)(function)
+        compiled = compile_with()(function)
+    return compiled
 
 
 @_compiled
-def _fill_block(of_channel, start, count, inner, block):
-    """block[j] = of_channel[channel of flat index start + j]; the channel, if it is one and the same, else -1."""
+def _fill_block(of_channel: np.ndarray, start: int, count: int, inner: int, block: np.ndarray) -> None:
+    """block[j] = of_channel[channel of flat index start + j], a run of one channel or of many after the other."""
     num_channels = len(of_channel)
-    channel = start // inner
-    left = inner - (start - channel * inner)
-    channel %= num_channels
-    if left >= count:
-        block[:] = of_channel[channel]
-        return
-    for j in range(count):
-        block[j] = of_channel[channel]
-        left -= 1
-        if left == 0:
-            left = inner
+    channel = start // inner % num_channels
+    run = inner - start % inner
+    at = 0
+    while at < count:
+        if inner == 1:
+            run = min(num_channels - channel, count - at)
+            block[at : at + run] = of_channel[channel : channel + run]
+            channel = 0
+        else:
+            block[at : at + min(run, count - at)] = of_channel[channel]
             channel = channel + 1 if channel + 1 < num_channels else 0
+        at += run
+        run = inner
 
 
 @_compiled
-def _one_channel(start, count, inner, num_channels):
+def _one_channel(start: int, count: int, inner: int, num_channels: int) -> int:
     """The channel that all of a block's values have, or -1."""
     if num_channels == 1:
         return 0
@@ -59,7 +63,10 @@ def _one_channel(start, count, inner, num_channels):
 
 
 @_compiled
-def _encode(x, start, step, offset, bound, inner, sign_exact, bits, packed, outliers):
+def _encode(
+    x: np.ndarray, start: int, step: np.ndarray, offset: np.ndarray, bound: np.ndarray, inner: int, sign_exact: bool,
+    bits: int, packed: np.ndarray, outliers: np.ndarray,
+) -> int:  # fmt: skip
     """Fill packed and outliers (indices into x); the number of outliers, or -1 when there is no room for them."""
     limit = 1 << (bits - 1)
     low, high = x.dtype.type(-limit), x.dtype.type(limit - 1)
@@ -125,7 +132,10 @@ def _encode(x, start, step, offset, bound, inner, sign_exact, bits, packed, outl
 
 
 @_compiled
-def _decode(packed, start, step, offset, inner, sign_exact, bits, out):
+def _decode(
+    packed: np.ndarray, start: int, step: np.ndarray, offset: np.ndarray, inner: int, sign_exact: bool, bits: int,
+    out: np.ndarray,
+) -> None:  # fmt: skip
     limit = 1 << (bits - 1)
     zero, one, two, half = out.dtype.type(0), out.dtype.type(1), out.dtype.type(2), out.dtype.type(0.5)
     steps, offsets = np.empty(_BLOCK, out.dtype), np.empty(_BLOCK, out.dtype)
@@ -159,42 +169,46 @@ def _decode(packed, start, step, offset, inner, sign_exact, bits, out):
 
 
 @_compiled
-def _finite_range(x, start, inner, low, high):
+def _finite_range(x: np.ndarray, start: int, inner: int, low: np.ndarray, high: np.ndarray) -> None:
     """Widen low and high (C,) by the finite values of x, in lanes: a plain minimum would wait for itself."""
     num_channels = len(low)
     largest = np.finfo(x.dtype).max
     lows, highs = np.empty(_LANES, x.dtype), np.empty(_LANES, x.dtype)
     first = 0
     while first < len(x):
-        channel = (start + first) // inner
-        count = min(len(x) - first, inner - (start + first - channel * inner) if num_channels > 1 else len(x))
-        channel %= num_channels
+        run = (start + first) // inner
+        channel = run % num_channels
+        if inner == 1:
+            # A row of channels: each has its own lane.
+            count = min(len(x) - first, num_channels - channel)
+            values = x[first : first + count]
+            row_low, row_high = low[channel : channel + count], high[channel : channel + count]
+            for j in range(count):
+                value = np.float64(values[j])
+                finite = abs(value) <= largest
+                row_low[j] = value if finite and value < row_low[j] else row_low[j]
+                row_high[j] = value if finite and value > row_high[j] else row_high[j]
+            first += count
+            continue
+        count = min(len(x) - first, (run + 1) * inner - (start + first))
         values = x[first : first + count]
         first += count
-        if count < _LANES:
-            for j in range(count):
-                if abs(values[j]) <= largest:
-                    low[channel] = min(low[channel], np.float64(values[j]))
-                    high[channel] = max(high[channel], np.float64(values[j]))
-            continue
         lows[:] = np.inf
         highs[:] = -np.inf
-        # The last group of lanes overlaps the one before, which a minimum does not mind.
-        for group in range((count + _LANES - 1) // _LANES):
-            at = min(group * _LANES, count - _LANES)
-            lanes = values[at : at + _LANES]
-            for j in range(_LANES):
+        for group in range(0, count, _LANES):
+            # The last lanes overlap the group before, which a minimum does not mind.
+            lanes = values[max(min(group, count - _LANES), 0) :]
+            for j in range(min(_LANES, count)):
                 value = lanes[j]
                 finite = abs(value) <= largest
                 lows[j] = value if finite and value < lows[j] else lows[j]
                 highs[j] = value if finite and value > highs[j] else highs[j]
-        for j in range(_LANES):
-            low[channel] = min(low[channel], np.float64(lows[j]))
-            high[channel] = max(high[channel], np.float64(highs[j]))
+        low[channel] = min(low[channel], np.float64(lows.min()))
+        high[channel] = max(high[channel], np.float64(highs.max()))
 
 
 @_compiled
-def _shuffle(data, itemsize, out):
+def _shuffle(data: np.ndarray, itemsize: int, out: np.ndarray) -> None:
     count = len(data) // itemsize
     for place in range(itemsize):
         plane = out[place * count : (place + 1) * count]
@@ -203,12 +217,40 @@ def _shuffle(data, itemsize, out):
 
 
 @_compiled
-def _unshuffle(data, itemsize, out):
+def _unshuffle(data: np.ndarray, itemsize: int, out: np.ndarray) -> None:
     count = len(data) // itemsize
     for place in range(itemsize):
         plane = data[place * count : (place + 1) * count]
         for j in range(count):
             out[j * itemsize + place] = plane[j]
+
+
+@_compiled
+def _positive_bits(x: np.ndarray, bits: np.ndarray) -> None:
+    whole = len(x) // 8
+    for k in range(whole):
+        values = x[8 * k : 8 * k + 8]
+        byte = 0
+        for place in range(8):
+            byte |= int(not values[place] <= 0) << place
+        bits[k] = byte
+    byte = 0
+    for j in range(8 * whole, len(x)):
+        byte |= int(not x[j] <= 0) << (j - 8 * whole)
+    if whole < len(bits):
+        bits[whole] = byte
+
+
+@_compiled
+def _fill_positive(bits: np.ndarray, value: Any, out: np.ndarray) -> None:
+    zero = out.dtype.type(0)
+    whole = len(out) // 8
+    for k in range(whole):
+        values = out[8 * k : 8 * k + 8]
+        for place in range(8):
+            values[place] = value if bits[k] >> place & 1 else zero
+    for j in range(8 * whole, len(out)):
+        out[j] = value if bits[whole] >> (j - 8 * whole) & 1 else zero
 
 
 def encode_chunk(
@@ -254,6 +296,18 @@ def shuffle_bytes(data: Tensor, itemsize: int) -> np.ndarray:
     return out
 
 
-def unshuffle_bytes(data: np.ndarray, out: Tensor) -> None:
+def unshuffle_bytes(data: np.ndarray, itemsize: int, out: Tensor) -> None:
     """Twin of reference.unshuffle_bytes."""
-    _unshuffle(data, out.itemsize, out.view(-1).numpy().view(np.uint8))
+    _unshuffle(data, itemsize, out.numpy())
+
+
+def positive_bits(x: Tensor) -> Tensor:
+    """Twin of reference.positive_bits."""
+    bits = np.empty((len(x) + 7) // 8, np.uint8)
+    _positive_bits(x.numpy(), bits)
+    return torch.from_numpy(bits)
+
+
+def fill_positive(bits: Tensor, value: Tensor, out: Tensor) -> None:
+    """Twin of reference.fill_positive."""
+    _fill_positive(bits.numpy(), value.numpy()[()], out.numpy())

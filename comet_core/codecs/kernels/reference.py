@@ -134,9 +134,9 @@ def shuffle_bytes(data: Tensor, itemsize: int) -> Tensor:
     return data.view(len(data) // itemsize, itemsize).t().reshape(-1)
 
 
-def unshuffle_bytes(data: Tensor, out: Tensor) -> None:
-    """Write shuffled bytes (n * itemsize,) into out (n,)."""
-    out.view(torch.uint8).view(len(out), out.itemsize).copy_(data.view(out.itemsize, len(out)).t())
+def unshuffle_bytes(data: Tensor, itemsize: int, out: Tensor) -> None:
+    """The inverse of shuffle_bytes, written into out (n * itemsize,) uint8."""
+    out.view(len(out) // itemsize, itemsize).copy_(data.view(itemsize, len(out) // itemsize).t())
 
 
 def positive_bits(x: Tensor) -> Tensor:
@@ -147,3 +147,49 @@ def positive_bits(x: Tensor) -> Tensor:
 def fill_positive(bits: Tensor, value: Tensor, out: Tensor) -> None:
     """Write value (0-d, dtype of out) into out (n,) where the bit is set, else 0."""
     out.copy_(torch.where(unpack_bits(bits, 1, len(out)) != 0, value, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Geometry of a pooling in two dimensions: pairs for height and width, as in torch's max_pool2d."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    input_size: tuple[int, int]
+
+    def corners(self, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row (oh, 1) and column (ow,) of each window's first position in the input; negative inside the padding."""
+        rows, columns = (
+            torch.arange(shape[axis - 2], device=device) * self.stride[axis] - self.padding[axis] for axis in (0, 1)
+        )
+        return rows[:, None], columns
+
+
+def window_codes(indices: Tensor, windows: Windows, codes: Tensor) -> bool:
+    """Positions within the window, row by row, of int64 indices (n, oh, ow) into the plane of the input.
+
+    Written into codes (n, oh, ow) uint8. False where an index is not a position of its own window.
+    """
+    height, width = windows.input_size
+    rows, columns = windows.corners(indices.shape, indices.device)
+    index_row = indices.div(width, rounding_mode="floor")
+    along = []
+    for axis, distance in enumerate((index_row - rows, indices - index_row * width - columns)):
+        step = distance.div(windows.dilation[axis], rounding_mode="floor")
+        inside = (step >= 0) & (step < windows.kernel_size[axis]) & (step * windows.dilation[axis] == distance)
+        if not bool(inside.all()):
+            return False
+        along.append(step)
+    codes.copy_(along[0] * windows.kernel_size[1] + along[1])
+    return bool((indices < height * width).all())
+
+
+def window_indices(codes: Tensor, windows: Windows) -> Tensor:
+    """The inverse of window_codes: (n, oh, ow) int64."""
+    rows, columns = windows.corners(codes.shape, codes.device)
+    code = codes.long()
+    code_row = code.div(windows.kernel_size[1], rounding_mode="floor")
+    row = rows + code_row * windows.dilation[0]
+    return row * windows.input_size[1] + columns + (code - code_row * windows.kernel_size[1]) * windows.dilation[1]

@@ -1,0 +1,45 @@
+"""One bit an element, for tensors of which backward reads only which values are positive.
+
+ReLU's backward asks `result > 0`. Dropout's noise is 0 or 1 / (1 - p), and comes back exactly, because the record
+also holds the largest value. The bits are not compressed any further: they hardly repeat.
+
+Source: the sign of ReLU results in one bit, Gist (Jain et al. 2018, section 3).
+"""
+
+import torch
+from torch import Tensor
+
+from comet_core.codecs.base import Codec, Encoded, ErrorBound, dense_of, empty_like_record, flat_of
+from comet_core.codecs.kernels import reference, twin_of
+from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
+
+
+class SignMaskCodec(Codec):
+    """y = m where not (x <= 0), else 0, with m = max(x) if that is finite and positive, else 1.
+
+    So NaN counts as positive, tensors of {0, m} and bool tensors come back exactly, and (y > 0) == not (x <= 0).
+    `bound` and `sign_exact` are ignored. Raises ValueError for complex tensors, which have no order.
+    """
+
+    name = "sign_mask"
+    guarantee = "pattern"
+
+    def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
+        if tensor.is_complex():
+            raise ValueError(f"tensor is {tensor.dtype}, which has no order; allowed: real and bool tensors.")
+        dense = dense_of(tensor)
+        flat = flat_of(dense)
+        largest = flat.max().item() if len(flat) else 1
+        chunks = flat.split(CHUNK_VALUES)
+        kernels = twin_of(flat) or reference
+        bits = run_chunks(lambda index: kernels.positive_bits(chunks[index]), len(chunks))
+        return self.record(dense, (torch.cat(bits),), largest if 0 < largest < torch.inf else 1)
+
+    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+        self.check_own(encoded)
+        out = empty_like_record(encoded)
+        value = torch.tensor(encoded.meta, dtype=out.dtype, device=out.device)
+        values, bits = flat_of(out).split(CHUNK_VALUES), encoded.parts[0].split(CHUNK_VALUES // 8)
+        kernels = twin_of(out) or reference
+        run_chunks(lambda index: kernels.fill_positive(bits[index], value, values[index]), len(values))
+        return out.to(device or encoded.device)
