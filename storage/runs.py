@@ -32,7 +32,6 @@ from comet_core.launcher import PROJECT, Identity
 from storage.database import session, transaction
 from storage.tables import LIVE, Run, RunSummary, SchedulerLease
 
-LOST_AFTER_SECONDS = 15
 _NEXT = {
     "queued": ("starting", "stopped"),
     "starting": ("queued", "running", "stopping", "stopped", "finished", "failed", "lost"),

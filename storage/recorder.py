@@ -1,0 +1,237 @@
+"""`DatabaseRecorder`: the engine's `Recorder`, batched, never raising into training.
+
+Training puts metrics into a bounded queue, which takes a microsecond; a thread writes them in batches of up to 100 rows
+or half a second, each batch and the summary it changes in one transaction. If the database is away, locked or full,
+the batch goes to a spool file in COMET_HOME/spool instead, and all later ones behind it, so that the order stays.
+Every second the spool is tried again. What is still in it when the run ends is entered later by the scheduler.
+
+Rows are entered at most once: steps that are there already are left as they are, and the summary skips them too.
+Messages go to stderr, which is the run's log.
+"""
+
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.dialects import postgresql, sqlite
+
+from comet_core.config import comet_home
+from comet_core.metrics import EvalMetrics, LayerMetrics, StepMetrics
+from storage.database import transaction
+from storage.tables import Base, Run, RunSummary, join_nonfinite, split_nonfinite
+
+BATCH_ROWS = 100
+BATCH_SECONDS = 0.5
+QUEUE_ROWS = 20_000
+RETRY_SECONDS = 1.0
+CLOSE_SECONDS = 10.0  # how long close() goes on trying a database that is away
+UNTIMED_STEPS = 10  # the first steps compile kernels and warm caches up; the mean step time leaves them out
+
+Metrics = StepMetrics | LayerMetrics | EvalMetrics
+Entry = tuple[str, dict[str, Any]]  # name of the table, and a row of it without run_id
+
+_NAMES = {StepMetrics: "step_metrics", LayerMetrics: "layer_metrics", EvalMetrics: "eval_metrics"}
+
+
+class DatabaseRecorder:
+    """Keeps the history of one run. No method raises; `close` may take some ten seconds where the database is away."""
+
+    def __init__(self, run_id: int) -> None:
+        self._run_id = run_id
+        self._queue: queue.Queue[Metrics | None] = queue.Queue(QUEUE_ROWS)  # None: the last entry
+        self._spool = spool_path(run_id)
+        self._num_late = 0  # points in the spool file
+        self._num_lost = 0
+        self._quiet_until = 0.0
+        self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
+        self._thread.start()
+
+    def record_step(self, metrics: StepMetrics) -> None:
+        self._put(metrics)
+
+    def record_layers(self, metrics: Sequence[LayerMetrics]) -> None:
+        for layer in metrics:
+            self._put(layer)
+
+    def record_eval(self, metrics: EvalMetrics) -> None:
+        self._put(metrics)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _put(self, metrics: Metrics) -> None:
+        try:
+            self._queue.put_nowait(metrics)
+        except queue.Full:
+            self._lose(1, "the queue is full")
+
+    def _work(self) -> None:
+        open_end = True
+        next_try = 0.0
+        while open_end:
+            batch, open_end = self._take()
+            if batch and (self._num_late or not self._entered(batch)):
+                self._put_aside(batch)
+            if self._num_late and time.monotonic() > next_try:
+                self._catch_up()
+                next_try = time.monotonic() + RETRY_SECONDS
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._num_late and time.monotonic() < deadline:
+            time.sleep(0.2)
+            self._catch_up()
+        if self._num_late:
+            self._say(f"{self._num_late:,} points are late; they wait in {self._spool}, the scheduler enters them.")
+
+    def _take(self) -> tuple[list[Entry], bool]:
+        """Up to BATCH_ROWS rows, after BATCH_SECONDS at the latest; and whether more may follow."""
+        batch: list[Entry] = []
+        deadline = time.monotonic() + BATCH_SECONDS
+        while len(batch) < BATCH_ROWS and (left := deadline - time.monotonic()) > 0:
+            try:
+                metrics = self._queue.get(timeout=left)
+            except queue.Empty:
+                break
+            if metrics is None:
+                return batch, False
+            batch.append((_NAMES[type(metrics)], split_nonfinite(asdict(metrics))))
+        return batch, True
+
+    def _entered(self, batch: Sequence[Entry]) -> bool:
+        try:
+            _enter(self._run_id, batch)
+        except Exception as error:  # whatever it is, training goes on and the rows are kept elsewhere
+            self._say(f"the database does not take the metrics ({type(error).__name__}: {str(error).partition("\n")[0]})")
+            return False
+        return True
+
+    def _put_aside(self, batch: Sequence[Entry]) -> None:
+        try:
+            self._spool.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._spool, "a") as file:
+                # the break in front ends a line that an earlier write may have left torn
+                file.write("\n" + "\n".join(json.dumps(entry) for entry in batch) + "\n")
+        except Exception as error:
+            self._lose(len(batch), f"{type(error).__name__}: {error}")
+        else:
+            self._num_late += len(batch)
+            self._say(f"{self._num_late:,} points late, kept in {self._spool}", urgent=self._num_late == len(batch))
+
+    def _catch_up(self) -> None:
+        try:
+            replay_spool(self._run_id)
+        except Exception:  # still away; was said
+            return
+        self._say(f"{self._num_late:,} late points entered, none is late now", urgent=True)
+        self._num_late = 0
+
+    def _lose(self, number: int, reason: str) -> None:
+        self._num_lost += number
+        self._say(f"{self._num_lost:,} points lost ({reason})")
+
+    def _say(self, text: str, urgent: bool = False) -> None:
+        if urgent or time.monotonic() > self._quiet_until:
+            self._quiet_until = time.monotonic() + 10
+            print(f"recorder: {text}", file=sys.stderr, flush=True)
+
+
+def spool_path(run_id: int) -> Path:
+    """Where a run's metrics wait that the database did not take: a line of JSON a row."""
+    return comet_home() / "spool" / f"run-{run_id}.jsonl"
+
+
+def spooled_runs() -> list[int]:
+    """The runs that have such a file."""
+    return sorted(int(path.stem.removeprefix("run-")) for path in spool_path(0).parent.glob("run-*.jsonl"))
+
+
+def replay_spool(run_id: int) -> None:
+    """Enter what a spool file holds and remove it; the file of a deleted run is removed only.
+
+    For the recorder of the run, or for others when its process is dead. Raises sqlalchemy.exc.SQLAlchemyError where the
+    database is still away; the file stays then.
+    """
+    path = spool_path(run_id)
+    if not path.exists():
+        return
+    with open(path) as file:
+        batch: list[Entry] = []
+        for line in file:
+            try:
+                name, row = json.loads(line)
+            except ValueError:  # torn by a kill or a full disk, or empty
+                continue
+            batch.append((name, row))
+            if len(batch) == 10 * BATCH_ROWS:
+                _enter(run_id, batch)
+                batch = []
+        _enter(run_id, batch)
+    path.unlink()
+
+
+def _enter(run_id: int, batch: Sequence[Entry]) -> None:
+    """Add rows and bring the summary up to date, in one transaction."""
+    with transaction() as writing:
+        run = writing.get(Run, run_id)
+        summary = writing.get(RunSummary, run_id, with_for_update=True)
+        if run is None or summary is None:
+            return
+        insert = postgresql.insert if writing.get_bind().dialect.name == "postgresql" else sqlite.insert
+        for name in _NAMES.values():
+            rows = [{"run_id": run_id, **row} for to, row in batch if to == name]
+            if rows:
+                writing.execute(insert(Base.metadata.tables[name]).on_conflict_do_nothing(), rows)
+        _add_steps(summary, [row for to, row in batch if to == "step_metrics"], run.start_rss_bytes)
+        _add_evals(summary, [row for to, row in batch if to == "eval_metrics"])
+
+
+def _add_steps(summary: RunSummary, rows: Sequence[dict[str, Any]], start_rss_bytes: int | None) -> None:
+    for row in rows:
+        if row["step"] <= (summary.last_step or 0):
+            continue  # entered before
+        summary.last_step, summary.wall_seconds = row["step"], row["wall_seconds"]
+        if row["epoch"] != summary.last_epoch:
+            summary.last_epoch = row["epoch"]
+            summary.epoch_saved_bytes = summary.epoch_held_bytes = 0
+            summary.epoch_conv_input_saved_bytes = summary.epoch_conv_input_held_bytes = 0
+        summary.epoch_saved_bytes += row["saved_bytes"]
+        summary.epoch_held_bytes += row["held_bytes"]
+        summary.epoch_conv_input_saved_bytes += row["conv_input_saved_bytes"]
+        summary.epoch_conv_input_held_bytes += row["conv_input_held_bytes"]
+        summary.max_saved_bytes = max(summary.max_saved_bytes or 0, row["saved_bytes"])
+        summary.max_held_bytes = max(summary.max_held_bytes or 0, row["held_bytes"])
+        loss = join_nonfinite(row["nonfinite"]).get("train_loss", row["train_loss"])
+        if loss is not None:
+            stored = split_nonfinite({"last_train_loss": loss})
+            summary.last_train_loss, summary.nonfinite = stored["last_train_loss"], stored["nonfinite"]
+        if row["peak_rss_bytes"] is not None:
+            summary.peak_rss_bytes = max(summary.peak_rss_bytes or 0, row["peak_rss_bytes"])
+        if row["peak_allocated_bytes"] is not None:
+            summary.peak_allocated_bytes = max(summary.peak_allocated_bytes or 0, row["peak_allocated_bytes"])
+        if row["step_seconds"] is not None and row["step"] > UNTIMED_STEPS:
+            summary.num_timed_steps += 1
+            mean = summary.step_seconds or 0.0
+            summary.step_seconds = mean + (row["step_seconds"] - mean) / summary.num_timed_steps
+    if summary.epoch_held_bytes:
+        summary.compression_ratio = summary.epoch_saved_bytes / summary.epoch_held_bytes
+    if summary.epoch_conv_input_held_bytes:
+        summary.conv_input_ratio = summary.epoch_conv_input_saved_bytes / summary.epoch_conv_input_held_bytes
+    if summary.peak_rss_bytes is not None and start_rss_bytes is not None:
+        summary.peak_rss_above_start_bytes = summary.peak_rss_bytes - start_rss_bytes
+
+
+def _add_evals(summary: RunSummary, rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        summary.wall_seconds = row["wall_seconds"]
+        if row["test_accuracy"] is None:
+            continue
+        summary.last_test_accuracy = row["test_accuracy"]
+        if summary.best_test_accuracy is None or row["test_accuracy"] > summary.best_test_accuracy:
+            summary.best_test_accuracy, summary.best_step = row["test_accuracy"], row["step"]
