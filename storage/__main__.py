@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scheduler_options = commands.add_parser("scheduler", help="start the scheduler alone")
     for options in (serve_options, scheduler_options):
         options.add_argument("--slots", type=int, help="runs that train at the same time; else COMET_SLOTS, else 1")
-    for name, text in (("list", "the newest runs"), ("show", "one run"), ("stop", "stop a run"), ("delete", "delete one")):
+    texts = {"list": "the newest runs", "show": "one run", "stop": "stop a run", "delete": "delete a run"}
+    for name, text in texts.items():
         options = commands.add_parser(name, help=text)
         if name == "list":
             options.add_argument("--limit", type=int, default=50, help="how many at most (default 50)")
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(port: int, host: str, slots: int) -> int:
-    """Keep scheduler and web server going until SIGTERM or SIGINT. Raises ValueError where the port is taken."""
+    """Keep scheduler and web server going until SIGTERM, SIGINT or SIGHUP. Raises ValueError where the port is taken."""
     _check_port(host, port)
     database.engine().dispose()  # a database that cannot be used is said here, once
     commands = {
@@ -82,7 +83,7 @@ def serve(port: int, host: str, slots: int) -> int:
                 "--server.headless", "true", "--browser.gatherUsageStats", "false"],
     }  # fmt: skip
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
     print(f"COMET Lab: http://{host}:{port}  (Ctrl-C ends it)", file=sys.stderr, flush=True)
     watchers = [threading.Thread(target=_keep_going, args=(name, command, stop)) for name, command in commands.items()]
@@ -148,13 +149,14 @@ def _number(option: str, given: int | None, variable: str, default: int) -> int:
 def _list(limit: int, as_json: bool) -> None:
     from storage import queries
 
-    frame = queries.runs_frame(limit=limit)
+    found = [queries.run(run_id) or {} for run_id in queries.runs_frame(limit=limit)["id"].tolist()]
     if as_json:
-        print(dumps([queries.run(run_id) for run_id in frame["id"].tolist()]))
+        print(dumps(found))
         return
-    for row in frame.itertuples():
-        accuracy = "" if row.last_test_accuracy != row.last_test_accuracy else f"{row.last_test_accuracy:.2%}"
-        print(f"{row.id:>6}  {row.status:<9}  {accuracy:>7}  {row.name}")
+    for run in found:
+        accuracy = run["last_test_accuracy"]
+        shown = "" if accuracy is None else f"{accuracy:.2%}"
+        print(f"{run['id']:>6}  {run['status']:<9}  {shown:>7}  {run['name']}")
 
 
 def _show(run_id: int, as_json: bool) -> None:

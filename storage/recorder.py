@@ -108,7 +108,8 @@ class DatabaseRecorder:
         try:
             _enter(self._run_id, batch)
         except Exception as error:  # whatever it is, training goes on and the rows are kept elsewhere
-            self._say(f"the database does not take the metrics ({type(error).__name__}: {str(error).partition("\n")[0]})")
+            reason = str(error).partition("\n")[0]
+            self._say(f"the database does not take the metrics ({type(error).__name__}: {reason})")
             return False
         return True
 

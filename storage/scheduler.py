@@ -1,9 +1,9 @@
 """Takes queued runs, starts workers, notices the dead.
 
 One scheduler works at a time: whoever holds the lease, a row in the database that it renews at every turn. Another one
-waits, and takes over when the lease ran out, or at once when the holder died on this machine. What is to be done is read
-from the database at every turn and nothing is remembered that matters, so a restarted scheduler goes on where the last
-one was: it finds running workers by host, process id and start time.
+waits, and takes over when the lease ran out, or at once when the holder died on this machine. What is to be done is
+read from the database at every turn and nothing is remembered that matters, so a restarted scheduler goes on where the
+last one was: it finds running workers by host, process id and start time.
 
 A process of this machine is dead when it is gone, never because it is slow. One of another machine is dead when it has
 not given a sign of life for LOST_AFTER_SECONDS.
