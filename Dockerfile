@@ -23,11 +23,11 @@ COPY pages pages
 COPY app.py ./
 
 ENV COMET_HOME=/data \
+    COMET_HOST=0.0.0.0 \
     HOME=/data \
     NUMBA_CACHE_DIR=/data/cache/numba \
     PORT=8501 \
-    PYTHONUNBUFFERED=1 \
-    STREAMLIT_SERVER_ADDRESS=0.0.0.0
+    PYTHONUNBUFFERED=1
 USER 10001
 VOLUME /data
 EXPOSE 8501

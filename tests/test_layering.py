@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "comet_core/datasets/": "PIL sklearn",
     "comet_core/checkpoints.py": "safetensors",
     "comet_core/codecs/kernels/cuda.py": "cupy nvidia.nvcomp",
-    "storage/": "storage sqlalchemy alembic pandas psutil"
+    "storage/": "storage sqlalchemy alembic pandas numpy psutil"
     " comet_core.__version__ comet_core.config comet_core.metrics comet_core.launcher",
     "storage/worker.py": "comet_core.trainer",
     "pages/": "pages streamlit plotly pandas numpy"
