@@ -25,7 +25,7 @@ COPY app.py ./
 ENV COMET_HOME=/data \
     COMET_HOST=0.0.0.0 \
     HOME=/data \
-    NUMBA_CACHE_DIR=/data/cache/numba \
+    NUMBA_CACHE_DIR=/data/numba \
     PORT=8501 \
     PYTHONUNBUFFERED=1
 USER 10001
