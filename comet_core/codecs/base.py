@@ -104,8 +104,8 @@ class Encoded:
     dtype: torch.dtype
     device: torch.device
     """Where the input was, and where decoding puts the result unless told otherwise."""
-    parts: tuple[bytes | Tensor, ...]
-    """Everything of size: payloads and tables, in the codec's own order."""
+    parts: tuple[Any, ...]
+    """Everything of size, bytes or tensors: payloads and tables, in the codec's own order."""
     meta: Any
     """The few numbers that the codec needs to read its parts."""
 
@@ -139,7 +139,7 @@ class Codec(ABC):
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         """A new tensor on `device` (default: where the input was). Raises ValueError for another codec's record."""
 
-    def record(self, dense: Tensor, parts: tuple[bytes | Tensor, ...], meta: Any = None) -> Encoded:
+    def record(self, dense: Tensor, parts: tuple[Any, ...], meta: Any = None) -> Encoded:
         """The record of a tensor that `dense_of` returned."""
         return Encoded(self.name, dense.shape, dense.stride(), dense.dtype, dense.device, parts, meta)
 

@@ -101,7 +101,7 @@ class ErrorBoundedCodec(Codec):
         chunks = flat_of(out).split(chunk_values)
         tables = encoded.parts[: len(encoded.parts) - len(meta.bits)]
         blobs = encoded.parts[len(tables) :]
-        grid = Grid(*tables, meta.inner, meta.sign_exact) if tables else None
+        grid = Grid(tables[0], tables[1], meta.inner, meta.sign_exact) if tables else None
 
         def decode_chunk(index: int) -> None:
             x, blob, bits, num_outliers = chunks[index], blobs[index], meta.bits[index], meta.num_outliers[index]

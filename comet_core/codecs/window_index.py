@@ -43,12 +43,11 @@ class WindowIndexCodec(Codec):
         dilation: tuple[int, int],
         input_size: tuple[int, int],
     ) -> None:
-        given = {"kernel_size": (kernel_size, 1), "stride": (stride, 1), "padding": (padding, 0),
-                 "dilation": (dilation, 1), "input_size": (input_size, 1)}  # fmt: skip
-        for name, (pair, lowest) in given.items():
+        self._windows = reference.Windows(kernel_size, stride, padding, dilation, input_size)
+        for name, lowest in (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1), ("input_size", 1)):
+            pair = getattr(self._windows, name)
             if len(pair) != 2 or min(pair) < lowest:
                 raise ValueError(f"{name} is {pair!r}; allowed: a pair of ints of {lowest} or more.")
-        self._windows = reference.Windows(*(tuple(int(one) for one in pair) for pair, _ in given.values()))
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense = dense_of(tensor)

@@ -1,0 +1,337 @@
+"""One suite for every registered codec: what `comet_core/codecs/base.py` promises, by the kind of guarantee.
+
+`check_codec` is the suite; the deliberately bad codecs at the end prove that it sees what it looks for.
+"""
+
+import dataclasses
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from comet_core.codecs import CODECS, get_codec
+from comet_core.codecs.base import HEADER_BYTES, PART_BYTES, Codec, as_error_bound
+from comet_core.codecs.error_bounded import ErrorBoundedCodec
+from comet_core.codecs.lossless import LosslessCodec
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
+PARAMS = {
+    "window_index": {
+        "kernel_size": (3, 3),
+        "stride": (2, 2),
+        "padding": (1, 1),
+        "dilation": (1, 1),
+        "input_size": (18, 14),
+    }  # fmt: skip
+}
+
+
+def build(name):
+    return get_codec(name, **PARAMS.get(name, {}))
+
+
+def random_tensor(shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64) * 3
+    return (values > 0) if dtype == torch.bool else values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def of_layout(layout, dtype):
+    x = random_tensor((4, 6, 8, 10), dtype)
+    return {
+        "contiguous": lambda: x,
+        "channels_last": lambda: x.to(memory_format=torch.channels_last),
+        "transposed": lambda: x.transpose(0, 3),
+        "sliced": lambda: x[:, 1::2, :, 2:7],
+        "offset": lambda: x[1:3],
+        "expanded": lambda: x[:1, :, :, :1].expand(3, 6, 8, 5),
+        "0-d": lambda: x[0, 0, 0, 0],
+        "empty": lambda: x[:, :0],
+        "one element": lambda: x[:1, :1, :1, :1],
+        "constant": lambda: torch.full((5, 7), 2, dtype=dtype),
+        "odd count": lambda: x.flatten()[:333],
+    }[layout]()
+
+
+LAYOUTS = "contiguous channels_last transposed sliced offset expanded 0-d empty".split() + [
+    "one element",
+    "constant",
+    "odd count",
+]
+
+
+def bits_of(x):
+    """The bytes of each element, in logical order: equal bits, not equal values."""
+    return x.contiguous().view(-1).view(torch.uint8).cpu()
+
+
+def is_dense(x):
+    """Whether the elements fill one block of memory, each place once."""
+    places = torch.zeros(max(x.numel(), 1), dtype=torch.int64)
+    index = sum(
+        (torch.arange(size) * stride).view([-1 if axis == here else 1 for here in range(x.ndim)])
+        for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+    )
+    index = torch.as_tensor(index).expand(x.shape).reshape(-1)
+    if x.numel() and int(index.max()) >= x.numel():
+        return False
+    return x.numel() == 0 or bool((places.index_add(0, index, torch.ones_like(index)) == 1).all())
+
+
+def allowed_error(x, bound):
+    """The largest |x - y| allowed for each element, float64, by the formulas of ErrorBound."""
+    bound = as_error_bound(bound)
+    value = torch.as_tensor(bound.value, dtype=torch.float64, device=x.device)
+    dims = list(range(x.ndim))
+    if bound.channel_dim is not None:
+        dims.remove(bound.channel_dim % x.ndim)
+        if value.ndim:
+            value = value.view([-1 if axis not in dims else 1 for axis in range(x.ndim)])
+    if bound.kind == "range_rel":
+        finite = x.double().isfinite()
+        high = x.double().where(finite, -math.inf)
+        low = x.double().where(finite, math.inf)
+        if dims:
+            high, low = high.amax(dims, keepdim=True), low.amin(dims, keepdim=True)
+        value = (value * (high - low).clamp(min=0)).nan_to_num(nan=0.0, posinf=math.inf)
+    return value.expand(x.shape)
+
+
+def check_values(codec, x, y, bound, sign_exact):
+    if codec.guarantee == "exact" or not x.dtype.is_floating_point and codec.guarantee == "bounded":
+        assert torch.equal(bits_of(x), bits_of(y)), "bits differ"
+    elif codec.guarantee == "bounded":
+        finite = x.isfinite()
+        assert torch.equal(bits_of(x[~finite]), bits_of(y[~finite])), "NaN or infinity changed"
+        assert bool(y[finite].isfinite().all()), "a finite value became NaN or infinite"
+        error = (x.double() - y.double()).abs()
+        assert bool((error <= allowed_error(x, bound))[finite].all()), "beyond the bound"
+        assert bool((y[x == 0] == 0).all()), "a zero did not stay zero"
+        if sign_exact:
+            assert torch.equal(torch.sign(x[finite]), torch.sign(y[finite])), "a sign changed"
+    elif codec.name == "sign_mask":
+        assert torch.equal(y > 0, ~(x <= 0)), "the mask differs"
+        largest = x.max() if x.numel() else torch.ones((), dtype=x.dtype)
+        largest = largest if bool(largest > 0) and math.isfinite(float(largest)) else torch.ones_like(largest)
+        assert bool(((y == largest) | (y == 0)).all()), "values other than 0 and the largest"
+    else:
+        assert torch.equal(bits_of(x), bits_of(y)), "bits differ"
+
+
+def check_codec(codec, x, bound=None, *, sign_exact=False):
+    """Raise AssertionError where the codec breaks a promise on x, which is left as it was."""
+    before, strides = bits_of(x).clone(), x.stride()
+    encoded = codec.encode(x, bound, sign_exact=sign_exact)
+    assert torch.equal(bits_of(x), before) and x.stride() == strides, "the input was touched"
+    raw_bytes = x.numel() * x.element_size()
+    assert encoded.nbytes <= raw_bytes + HEADER_BYTES + PART_BYTES * len(encoded.parts), "above raw plus the header"
+    assert len(encoded.parts) <= 3 + raw_bytes // 2**18, "too many parts for a small header"
+    held = sum(part.untyped_storage().nbytes() if torch.is_tensor(part) else len(part) for part in encoded.parts)
+    assert held <= encoded.nbytes, "holds more than it says"
+    for part in encoded.parts:
+        if torch.is_tensor(part) and part.numel():
+            assert part.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), "keeps the input's storage"
+    y = codec.decode(encoded)
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device), "shape, dtype or device differ"
+    assert y.stride() == (x.stride() if is_dense(x) else x.contiguous().stride()), "strides differ"
+    check_values(codec, x, y, bound, sign_exact)
+    first = bits_of(y).clone()
+    y.fill_(1)
+    assert torch.equal(bits_of(codec.decode(encoded)), first), "decoded twice, different values"
+    return encoded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_keeps_its_promises_on_every_layout(name, dtype, device):
+    codec = build(name)
+    for layout in LAYOUTS:
+        x = of_layout(layout, dtype).to(device)
+        if name == "sign_mask" and dtype.is_complex:
+            with pytest.raises(ValueError, match="no order"):
+                codec.encode(x)
+            continue
+        for sign_exact in (False, True):
+            check_codec(codec, x, 0.25, sign_exact=sign_exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_keeps_its_promises_on_special_values(name, dtype, device):
+    info = torch.finfo(dtype)
+    special = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, info.max, info.min, info.tiny, -info.tiny, info.eps]
+    special += [info.smallest_normal / 2, -info.smallest_normal / 4, 0.5, -0.5, 0.25, -0.75, 1.0, 1e4, -1e4]
+    x = torch.tensor(special, dtype=torch.float64).to(dtype).to(device)
+    subnormal = torch.arange(-300, 300, device=device).to(torch.float64).mul(info.smallest_normal / 1024).to(dtype)
+    mixed = random_tensor(4000, dtype).to(device)
+    mixed[::40] = x.repeat(5)
+    for sample in (
+        x,
+        subnormal,
+        mixed,
+        torch.full((9,), math.nan, dtype=dtype, device=device),
+        mixed.view(40, 100).t(),
+    ):
+        for bound in (0.25, 0.0, 1e-300, info.tiny, 1e-9, 1e4, 1e300, math.inf):
+            for sign_exact in (False, True):
+                check_codec(build(name), sample, bound, sign_exact=sign_exact)
+
+
+def test_nan_payloads_come_back_bit_for_bit():
+    x = torch.tensor([0x7FC00001, 0x7F800123, -0x3FFFFF, 0x3F800000] * 100, dtype=torch.int32).view(torch.float32)
+    for name in ("error_bounded", "lossless"):
+        y = build(name).decode(build(name).encode(x, 0.1))
+        assert torch.equal(x.view(torch.int32)[x.isnan()], y.view(torch.int32)[x.isnan()])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_record_does_not_keep_the_input_alive(name):
+    array = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
+    x, alive = torch.from_numpy(array), weakref.ref(array)
+    encoded = build(name).encode(x, 1e-30)
+    del x, array
+    assert alive() is None
+    assert encoded.nbytes > 0
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_tensors_in_a_graph_and_parameters_are_encoded_without_it(name):
+    x = torch.nn.Parameter(random_tensor((4, 5), torch.float32))
+    for source in (x, x * 2):
+        assert not build(name).decode(build(name).encode(source, 0.1)).requires_grad
+
+
+def test_lazily_conjugated_tensors_come_back_resolved():
+    x = random_tensor((4, 5), torch.complex64)
+    for lazy in (x.conj(), x.conj().imag):
+        assert torch.equal(build("lossless").decode(build("lossless").encode(lazy)), lazy)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_tensors_without_strides_are_refused(name):
+    with pytest.raises(ValueError, match="strided"):
+        build(name).encode(torch.eye(3).to_sparse(), 0.1)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_record_of_another_codec_is_refused(name):
+    encoded = dataclasses.replace(build("lossless").encode(torch.ones(3)), codec="another")
+    with pytest.raises(ValueError, match="'another'"):
+        build(name).decode(encoded)
+
+
+def test_registry_names_match_and_unknown_names_and_parameters_are_refused():
+    assert all(name == codec.name for name, codec in CODECS.items())
+    for name, params in (("zip", {}), ("lossless", {"level": 3}), ("window_index", {"kernel_size": (2, 2)})):
+        with pytest.raises(ValueError, match="allowed"):
+            get_codec(name, **params)
+
+
+# Deliberately bad codecs: each breaks one promise, and `check_codec` must say which.
+
+
+class _Bad(ErrorBoundedCodec):
+    def decode(self, encoded, device=None):
+        return self.spoil(super().decode(encoded, device))
+
+
+class _BeyondTheBound(_Bad):
+    def spoil(self, y):
+        return y + 1e-6
+
+
+class _ChangesNan(_Bad):
+    def spoil(self, y):
+        return torch.where(y.isnan(), torch.full_like(y, -math.nan), y)
+
+
+class _LosesInfinity(_Bad):
+    def spoil(self, y):
+        return torch.nan_to_num(y, nan=math.nan)
+
+
+class _LosesStrides(_Bad):
+    def spoil(self, y):
+        return y.contiguous()
+
+
+class _LosesDtype(_Bad):
+    def spoil(self, y):
+        return y.double()
+
+
+class _MovesZeros(_Bad):
+    def spoil(self, y):
+        return torch.where(y == 0, 1e-9, y)
+
+
+class _LosesSigns(_Bad):
+    def encode(self, tensor, bound=None, *, sign_exact=False):
+        return super().encode(tensor, bound)
+
+    def spoil(self, y):
+        return y
+
+
+class _TouchesInput(ErrorBoundedCodec):
+    def encode(self, tensor, bound=None, *, sign_exact=False):
+        encoded = super().encode(tensor, bound, sign_exact=sign_exact)
+        tensor.mul_(2)
+        return encoded
+
+
+class _KeepsInput(LosslessCodec):
+    def encode(self, tensor, bound=None, *, sign_exact=False):
+        return self.record(tensor, (tensor,))
+
+    def decode(self, encoded, device=None):
+        return encoded.parts[0].clone()
+
+
+class _HandsOutItsOwnMemory(_KeepsInput):
+    def encode(self, tensor, bound=None, *, sign_exact=False):
+        return self.record(tensor, (tensor.clone(),))
+
+    def decode(self, encoded, device=None):
+        return encoded.parts[0]
+
+
+class _HoldsMore(_HandsOutItsOwnMemory):
+    def encode(self, tensor, bound=None, *, sign_exact=False):
+        return self.record(tensor, (torch.cat([tensor.flatten()] * 9)[: tensor.numel()],))
+
+
+class _Grows(_HandsOutItsOwnMemory):
+    def encode(self, tensor, bound=None, *, sign_exact=False):
+        return self.record(tensor, (tensor.double(),))
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (_BeyondTheBound, "beyond the bound"),
+        (_ChangesNan, "NaN or infinity changed"),
+        (_LosesInfinity, "NaN or infinity changed"),
+        (_LosesStrides, "strides"),
+        (_LosesDtype, "dtype"),
+        (_MovesZeros, "zero"),
+        (_LosesSigns, "sign"),
+        (_TouchesInput, "touched"),
+        (_KeepsInput, "storage"),
+        (_HandsOutItsOwnMemory, "twice"),
+        (_HoldsMore, "holds more"),
+        (_Grows, "above raw"),
+    ],
+)
+def test_the_suite_catches_a_codec_that_breaks_a_promise(bad: type[Codec], complaint):
+    x = torch.linspace(-2, 2, 4001).view(1, 1, 1, 4001).repeat(1, 2, 2, 1).to(memory_format=torch.channels_last)
+    x[0, 0, 0, :3] = torch.tensor([math.nan, math.inf, 0.0])
+    check_codec(ErrorBoundedCodec(), x, 0.25, sign_exact=True)
+    with pytest.raises(AssertionError, match=complaint):
+        check_codec(bad(), x, 0.25, sign_exact=True)
