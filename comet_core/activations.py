@@ -76,7 +76,7 @@ class Ledger:
         with self.lock:
             for name, amount in change.items():
                 setattr(self.now, name, getattr(self.now, name) + amount)
-            if (self.now.saved, self.now.held) > (self.peak.saved, self.peak.held):
+            if tuple(vars(self.now).values()) > tuple(vars(self.peak).values()):
                 self.peak = ByteCount(**vars(self.now))
 
     def close_iteration(self) -> ByteCount:

@@ -116,7 +116,8 @@ def test_a_relu_that_feeds_a_pool_costs_a_bit_an_element_and_the_pool_two():
 
 
 def test_a_relu_and_the_convolutions_behind_it_share_one_record_from_the_second_iteration_on():
-    model = Lambda(lambda p, x: p[1](h := p[0](x).relu()) + p[2](h), nn.Conv2d(1, 16, 1), nn.Conv2d(16, 4, 3, padding=1),
+    model = Lambda(lambda p, x: p[1](h := p[0](x).relu()) + p[2](h), nn.Conv2d(1, 16, 1),
+                   nn.Conv2d(16, 4, 3, padding=1),
                    nn.Conv2d(16, 4, 1))  # fmt: skip
     batch = torch.randn(16, 1, 32, 32)
     expected = gradients(copy.deepcopy(model), batch)

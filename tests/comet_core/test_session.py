@@ -94,7 +94,8 @@ def test_the_noise_rule_reports_a_sigma_within_its_budget():
 def test_measured_gradient_errors_match_the_models():
     """THEORY sections 1 and 2, on a convolution, a linear layer and a norm: measured / predicted within a quarter."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Flatten(),
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16),
+                          nn.Flatten(),
                           nn.Linear(16 * 64, 5))  # fmt: skip
     batch, labels = torch.randn(64, 4, 8, 8), torch.randint(5, (64,))
     exact = copy.deepcopy(model)
@@ -243,7 +244,7 @@ def test_a_wrong_option_is_refused_and_leaves_no_hook(options, words):
 def test_a_compiled_model_and_what_is_no_model_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="before compiling"):
         comet_core.attach(torch.compile(nn.Linear(2, 2)), None)
-    with pytest.raises(ValueError, match="torch.nn.Module"):
+    with pytest.raises(ValueError, match=r"torch\.nn\.Module"):
         comet_core.attach("resnet20", None)
 
 
