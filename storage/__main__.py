@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(port: int, host: str, slots: int) -> int:
-    """Keep scheduler and web server going until SIGTERM, SIGINT or SIGHUP. Raises ValueError where the port is taken."""
+    """Keep scheduler and web server going until a signal ends it. Raises ValueError where the port is taken."""
     _check_port(host, port)
     database.engine().dispose()  # a database that cannot be used is said here, once
     commands = {

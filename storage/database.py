@@ -18,7 +18,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +95,15 @@ def transaction() -> Iterator[Session]:
 
 
 def _open(url: URL) -> Engine:
+    lock: AbstractContextManager[None] = nullcontext()
+    sqlite_path = None
     if url.get_backend_name() == "sqlite":
-        path = Path(str(url.database))
-        path.parent.mkdir(parents=True, exist_ok=True)
+        sqlite_path = Path(str(url.database))
+        sqlite_path.parent.mkdir(parents=True, exist_ok=True)
         opened = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
         event.listen(opened, "connect", _prepare_sqlite)
         event.listen(opened, "begin", _begin_sqlite)
-        with _file_lock(path.with_name(path.name + ".lock")):
-            _migrate(opened, path)
+        lock = _file_lock(sqlite_path.with_name(sqlite_path.name + ".lock"))
     else:
         try:
             opened = create_engine(url, pool_pre_ping=True)
@@ -110,7 +111,12 @@ def _open(url: URL) -> Engine:
             raise ModuleNotFoundError(
                 f"COMET_DATABASE_URL names PostgreSQL, but Python has no {missing.name}; pip install 'psycopg[binary]'."
             ) from None
-        _migrate(opened, None)
+    try:
+        with lock:
+            _migrate(opened, sqlite_path)
+    except BaseException:
+        opened.dispose()
+        raise
     return opened
 
 

@@ -88,7 +88,8 @@ class DatabaseRecorder:
             time.sleep(0.2)
             self._catch_up()
         if self._num_late:
-            self._say(f"{self._num_late:,} points are late; they wait in {self._spool}, the scheduler enters them.")
+            waiting = f"{self._num_late:,} points are late; they wait in {self._spool}, the scheduler enters them"
+            self._say(waiting, urgent=True)
 
     def _take(self) -> tuple[list[Entry], bool]:
         """Up to BATCH_ROWS rows, after BATCH_SECONDS at the latest; and whether more may follow."""

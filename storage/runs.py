@@ -33,7 +33,7 @@ from storage.database import session, transaction
 from storage.tables import LIVE, Run, RunSummary, SchedulerLease
 
 _NEXT = {
-    "queued": ("starting", "stopped"),
+    "queued": ("starting",),  # and stopped, by request_stop alone
     "starting": ("queued", "running", "stopping", "stopped", "finished", "failed", "lost"),
     "running": ("stopping", "stopped", "finished", "failed", "lost"),
     "stopping": ("stopped", "finished", "failed", "lost"),
@@ -163,7 +163,7 @@ def request_stop(run_id: int) -> str:
     with transaction() as writing:
         run = _get(writing, run_id, lock=True)
         if run.status == "queued":
-            _change(run, "stopped", finished_at=time.time(), stop_requested=True)
+            run.status, run.stop_requested, run.finished_at = "stopped", True, time.time()
         elif run.status in LIVE:
             run.status, run.stop_requested = "stopping", True
         else:
