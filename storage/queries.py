@@ -206,8 +206,9 @@ def _frame(rows: Select[Any]) -> pd.DataFrame:
     columns = list(rows.selected_columns)
     with session() as reading:
         found = reading.execute(rows).all()
+    values = zip(*found, strict=True) if found else [()] * len(columns)
     frame = pd.DataFrame(
-        {column.key: pd.Series([row[i] for row in found], dtype=_dtype(column)) for i, column in enumerate(columns)}
+        {column.key: pd.Series(data, dtype=_dtype(column)) for column, data in zip(columns, values, strict=True)}
     )
     for row, nonfinite in frame["nonfinite"].dropna().items():
         for name, value in join_nonfinite(nonfinite).items():
