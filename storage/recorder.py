@@ -24,14 +24,13 @@ from sqlalchemy.dialects import postgresql, sqlite
 from comet_core.config import comet_home
 from comet_core.metrics import EvalMetrics, LayerMetrics, StepMetrics
 from storage.database import transaction
-from storage.tables import Base, Run, RunSummary, join_nonfinite, split_nonfinite
+from storage.tables import Base, Run, RunSummary, split_nonfinite
 
 BATCH_ROWS = 100
 BATCH_SECONDS = 0.5
 QUEUE_ROWS = 20_000
 RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 10.0  # how long close() goes on trying a database that is away
-UNTIMED_STEPS = 10  # the first steps compile kernels and warm caches up; the mean step time leaves them out
 
 Metrics = StepMetrics | LayerMetrics | EvalMetrics
 Entry = tuple[str, dict[str, Any]]  # name of the table, and a row of it without run_id
@@ -190,50 +189,8 @@ def _enter(run_id: int, batch: Sequence[Entry]) -> None:
             rows = [{"run_id": run_id, **row} for to, row in batch if to == name]
             if rows:
                 writing.execute(insert(Base.metadata.tables[name]).on_conflict_do_nothing(), rows)
-        _add_steps(summary, [row for to, row in batch if to == "step_metrics"], run.start_rss_bytes)
-        _add_evals(summary, [row for to, row in batch if to == "eval_metrics"])
-
-
-def _add_steps(summary: RunSummary, rows: Sequence[dict[str, Any]], start_rss_bytes: int | None) -> None:
-    for row in rows:
-        if row["step"] <= (summary.last_step or 0):
-            continue  # entered before
-        summary.last_step, summary.wall_seconds = row["step"], row["wall_seconds"]
-        if row["epoch"] != summary.last_epoch:
-            summary.last_epoch = row["epoch"]
-            summary.epoch_saved_bytes = summary.epoch_held_bytes = 0
-            summary.epoch_conv_input_saved_bytes = summary.epoch_conv_input_held_bytes = 0
-        summary.epoch_saved_bytes += row["saved_bytes"]
-        summary.epoch_held_bytes += row["held_bytes"]
-        summary.epoch_conv_input_saved_bytes += row["conv_input_saved_bytes"]
-        summary.epoch_conv_input_held_bytes += row["conv_input_held_bytes"]
-        summary.max_saved_bytes = max(summary.max_saved_bytes or 0, row["saved_bytes"])
-        summary.max_held_bytes = max(summary.max_held_bytes or 0, row["held_bytes"])
-        loss = join_nonfinite(row["nonfinite"]).get("train_loss", row["train_loss"])
-        if loss is not None:
-            stored = split_nonfinite({"last_train_loss": loss})
-            summary.last_train_loss, summary.nonfinite = stored["last_train_loss"], stored["nonfinite"]
-        if row["peak_rss_bytes"] is not None:
-            summary.peak_rss_bytes = max(summary.peak_rss_bytes or 0, row["peak_rss_bytes"])
-        if row["peak_allocated_bytes"] is not None:
-            summary.peak_allocated_bytes = max(summary.peak_allocated_bytes or 0, row["peak_allocated_bytes"])
-        if row["step_seconds"] is not None and row["step"] > UNTIMED_STEPS:
-            summary.num_timed_steps += 1
-            mean = summary.step_seconds or 0.0
-            summary.step_seconds = mean + (row["step_seconds"] - mean) / summary.num_timed_steps
-    if summary.epoch_held_bytes:
-        summary.compression_ratio = summary.epoch_saved_bytes / summary.epoch_held_bytes
-    if summary.epoch_conv_input_held_bytes:
-        summary.conv_input_ratio = summary.epoch_conv_input_saved_bytes / summary.epoch_conv_input_held_bytes
-    if summary.peak_rss_bytes is not None and start_rss_bytes is not None:
-        summary.peak_rss_above_start_bytes = summary.peak_rss_bytes - start_rss_bytes
-
-
-def _add_evals(summary: RunSummary, rows: Sequence[dict[str, Any]]) -> None:
-    for row in rows:
-        summary.wall_seconds = row["wall_seconds"]
-        if row["test_accuracy"] is None:
-            continue
-        summary.last_test_accuracy = row["test_accuracy"]
-        if summary.best_test_accuracy is None or row["test_accuracy"] > summary.best_test_accuracy:
-            summary.best_test_accuracy, summary.best_step = row["test_accuracy"], row["step"]
+        for name, row in batch:
+            if name == "step_metrics":
+                summary.add_step(row, run.start_rss_bytes)
+            elif name == "eval_metrics":
+                summary.add_evaluation(row)

@@ -17,6 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 STATUSES = ("queued", "starting", "running", "stopping", "stopped", "finished", "failed", "lost")
 LIVE = ("starting", "running", "stopping")  # a process exists, or is about to
+UNTIMED_STEPS = 10  # the first steps compile kernels and warm caches up; the mean step time leaves them out
 
 
 class Base(DeclarativeBase):
@@ -84,7 +85,7 @@ class RunSummary(Base):
     peak_rss_bytes: Mapped[int | None]
     peak_rss_above_start_bytes: Mapped[int | None]
     peak_allocated_bytes: Mapped[int | None]
-    step_seconds: Mapped[float | None]  # mean without the first ten steps of the run
+    step_seconds: Mapped[float | None]  # mean over the steps after UNTIMED_STEPS
     wall_seconds: Mapped[float | None]
     nonfinite: Mapped[str | None]
     # what the ratios and the mean above go on from
@@ -93,6 +94,49 @@ class RunSummary(Base):
     epoch_conv_input_saved_bytes: Mapped[int] = mapped_column(default=0)
     epoch_conv_input_held_bytes: Mapped[int] = mapped_column(default=0)
     num_timed_steps: Mapped[int] = mapped_column(default=0)
+
+    def add_step(self, row: Mapping[str, Any], start_rss_bytes: int | None) -> None:
+        """Take a stored row of `step_metrics` into account. Steps come in order; one that was there is skipped."""
+        if row["step"] <= (self.last_step or 0):
+            return
+        self.last_step, self.wall_seconds = row["step"], row["wall_seconds"]
+        if row["epoch"] != self.last_epoch:
+            self.last_epoch = row["epoch"]
+            self.epoch_saved_bytes = self.epoch_held_bytes = 0
+            self.epoch_conv_input_saved_bytes = self.epoch_conv_input_held_bytes = 0
+        self.epoch_saved_bytes += row["saved_bytes"]
+        self.epoch_held_bytes += row["held_bytes"]
+        self.epoch_conv_input_saved_bytes += row["conv_input_saved_bytes"]
+        self.epoch_conv_input_held_bytes += row["conv_input_held_bytes"]
+        if self.epoch_held_bytes:
+            self.compression_ratio = self.epoch_saved_bytes / self.epoch_held_bytes
+        if self.epoch_conv_input_held_bytes:
+            self.conv_input_ratio = self.epoch_conv_input_saved_bytes / self.epoch_conv_input_held_bytes
+        self.max_saved_bytes = max(self.max_saved_bytes or 0, row["saved_bytes"])
+        self.max_held_bytes = max(self.max_held_bytes or 0, row["held_bytes"])
+        loss = join_nonfinite(row["nonfinite"]).get("train_loss", row["train_loss"])
+        if loss is not None:
+            stored = split_nonfinite({"last_train_loss": loss})
+            self.last_train_loss, self.nonfinite = stored["last_train_loss"], stored["nonfinite"]
+        if row["peak_rss_bytes"] is not None:
+            self.peak_rss_bytes = max(self.peak_rss_bytes or 0, row["peak_rss_bytes"])
+            if start_rss_bytes is not None:
+                self.peak_rss_above_start_bytes = self.peak_rss_bytes - start_rss_bytes
+        if row["peak_allocated_bytes"] is not None:
+            self.peak_allocated_bytes = max(self.peak_allocated_bytes or 0, row["peak_allocated_bytes"])
+        if row["step_seconds"] is not None and row["step"] > UNTIMED_STEPS:
+            self.num_timed_steps += 1
+            mean = self.step_seconds or 0.0
+            self.step_seconds = mean + (row["step_seconds"] - mean) / self.num_timed_steps
+
+    def add_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Take a row of `eval_metrics` into account."""
+        self.wall_seconds = row["wall_seconds"]
+        if row["test_accuracy"] is None:
+            return
+        self.last_test_accuracy = row["test_accuracy"]
+        if self.best_test_accuracy is None or row["test_accuracy"] > self.best_test_accuracy:
+            self.best_test_accuracy, self.best_step = row["test_accuracy"], row["step"]
 
 
 class StepRow(Base):
