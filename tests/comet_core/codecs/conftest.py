@@ -1,0 +1,97 @@
+"""`check_codec`: raises AssertionError where a codec breaks a promise of `comet_core/codecs/base.py` on a tensor.
+
+Written without the codecs' own helpers, and every comparison of values in float64.
+"""
+
+import math
+
+import pytest
+import torch
+
+from comet_core.codecs.base import HEADER_BYTES, PART_BYTES, as_error_bound
+
+
+def bits_of(x):
+    """The bytes of each element, in logical order: equal bits, not equal values."""
+    return x.contiguous().view(-1).view(torch.uint8).cpu()
+
+
+def is_dense(x):
+    """Whether the elements fill one block of memory, each place once."""
+    places = torch.zeros(max(x.numel(), 1), dtype=torch.int64)
+    index = sum(
+        (torch.arange(size) * stride).view([-1 if axis == here else 1 for here in range(x.ndim)])
+        for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+    )
+    index = torch.as_tensor(index).expand(x.shape).reshape(-1)
+    if x.numel() and int(index.max()) >= x.numel():
+        return False
+    return x.numel() == 0 or bool((places.index_add(0, index, torch.ones_like(index)) == 1).all())
+
+
+def allowed_error(x, bound):
+    """The largest |x - y| allowed for each element, float64, by the formulas of ErrorBound."""
+    bound = as_error_bound(bound)
+    value = torch.as_tensor(bound.value, dtype=torch.float64, device=x.device)
+    dims = list(range(x.ndim))
+    if bound.channel_dim is not None:
+        dims.remove(bound.channel_dim % x.ndim)
+        if value.ndim:
+            value = value.view([-1 if axis not in dims else 1 for axis in range(x.ndim)])
+    if bound.kind == "range_rel":
+        finite = x.double().isfinite()
+        high = x.double().where(finite, -math.inf)
+        low = x.double().where(finite, math.inf)
+        if dims:
+            high, low = high.amax(dims, keepdim=True), low.amin(dims, keepdim=True)
+        value = (value * (high - low).clamp(min=0)).nan_to_num(nan=0.0, posinf=math.inf)
+    return value.expand(x.shape)
+
+
+def check_values(codec, x, y, bound, sign_exact):
+    if codec.guarantee == "exact" or (codec.guarantee == "bounded" and not x.dtype.is_floating_point):
+        assert torch.equal(bits_of(x), bits_of(y)), "bits differ"
+    elif codec.guarantee == "bounded":
+        finite = x.isfinite()
+        assert torch.equal(bits_of(x[~finite]), bits_of(y[~finite])), "NaN or infinity changed"
+        assert bool(y[finite].isfinite().all()), "a finite value became NaN or infinite"
+        error = (x.double() - y.double()).abs()
+        assert bool((error <= allowed_error(x, bound))[finite].all()), "beyond the bound"
+        assert bool((y[x == 0] == 0).all()), "a zero did not stay zero"
+        if sign_exact:
+            assert torch.equal(torch.sign(x[finite]), torch.sign(y[finite])), "a sign changed"
+    elif codec.name == "sign_mask":
+        assert torch.equal(y > 0, ~(x <= 0)), "the mask differs"
+        largest = x.max() if x.numel() else torch.ones((), dtype=x.dtype)
+        largest = largest if bool(largest > 0) and math.isfinite(float(largest)) else torch.ones_like(largest)
+        assert bool(((y == largest) | (y == 0)).all()), "values other than 0 and the largest"
+    else:
+        assert torch.equal(bits_of(x), bits_of(y)), "bits differ"
+
+
+def check_codec(codec, x, bound=None, *, sign_exact=False):
+    """Raise AssertionError where the codec breaks a promise on x, which is left as it was."""
+    before, strides = bits_of(x).clone(), x.stride()
+    encoded = codec.encode(x, bound, sign_exact=sign_exact)
+    assert torch.equal(bits_of(x), before) and x.stride() == strides, "the input was touched"
+    raw_bytes = x.numel() * x.element_size()
+    assert encoded.nbytes <= raw_bytes + HEADER_BYTES + PART_BYTES * len(encoded.parts), "above raw plus the header"
+    assert len(encoded.parts) <= 3 + raw_bytes // 2**18, "too many parts for a small header"
+    held = sum(part.untyped_storage().nbytes() if torch.is_tensor(part) else len(part) for part in encoded.parts)
+    assert held <= encoded.nbytes, "holds more than it says"
+    for part in encoded.parts:
+        if torch.is_tensor(part) and part.numel():
+            assert part.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), "keeps the input's storage"
+    y = codec.decode(encoded)
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device), "shape, dtype or device differ"
+    assert y.stride() == (x.stride() if is_dense(x) else x.contiguous().stride()), "strides differ"
+    check_values(codec, x, y, bound, sign_exact)
+    first = bits_of(y).clone()
+    y.fill_(1)
+    assert torch.equal(bits_of(codec.decode(encoded)), first), "decoded twice, different values"
+    return encoded
+
+
+@pytest.fixture(scope="session", name="check_codec")
+def _check_codec():
+    return check_codec

@@ -1,0 +1,191 @@
+"""What is particular to the error-bounded codec: its bounds, widths, channels, threads and missing libraries."""
+
+import concurrent.futures
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comet_core.codecs import get_codec, kernels
+from comet_core.codecs.base import ErrorBound
+from comet_core.codecs.kernels import chunks
+
+CODEC = get_codec("error_bounded")
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bits_per_value(encoded):
+    return 8 * encoded.nbytes / math.prod(encoded.shape)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("sign_exact", [False, True])
+def test_channel_bounds_hold_in_each_channel(check_codec, dtype, memory_format, sign_exact):
+    x = (normal(3, 5, 7, 9) * torch.tensor([1e-3, 1.0, 30.0, 1.0, 1.0]).view(1, -1, 1, 1)).to(dtype)
+    x = x.contiguous(memory_format=memory_format)
+    x[:, 3] = 4.0
+    x[0, 4, 0, 0], x[1, 4, 0, 0] = math.nan, math.inf
+    values = torch.tensor([1e-4, 0.2, 3.0, 0.0, 1e-40])
+    for kind in ("abs", "range_rel"):
+        for value in (values, 0.05, 0.0, 1e-30, math.inf, values.double()):
+            for channel_dim in (1, -3):
+                check_codec(CODEC, x, ErrorBound(kind, value, channel_dim), sign_exact=sign_exact)
+    check_codec(CODEC, x, ErrorBound("range_rel", 1 / 64), sign_exact=sign_exact)
+    for channel_dim in (0, 2, 3):
+        check_codec(CODEC, x[..., :8, 1:], ErrorBound("range_rel", 0.1, channel_dim), sign_exact=sign_exact)
+
+
+def test_channel_bounds_hold_across_chunks(check_codec):
+    x = normal(5, 3, 160, 161) + 100 * torch.arange(3).view(1, -1, 1, 1)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        bound = ErrorBound("abs", torch.tensor([0.5, 0.3, 0.7]), 1)
+        encoded = check_codec(CODEC, x.contiguous(memory_format=memory_format), bound)
+        assert bits_per_value(encoded) < 4
+
+
+def test_a_large_mean_of_a_channel_costs_no_bits():
+    x, shift = normal(8, 16, 32, 32), 1000 * torch.arange(16).view(1, -1, 1, 1)
+    bound = ErrorBound("abs", 0.5, 1)
+    centred, shifted = CODEC.encode(x, bound), CODEC.encode(x + shift, bound)
+    assert shifted.nbytes < 1.05 * centred.nbytes < x.nbytes / 10
+
+
+def test_a_relative_bound_is_exact_where_the_range_is_zero():
+    x = torch.full((4, 3, 5), 0.1)
+    for bound in (ErrorBound("range_rel", 0.5), ErrorBound("range_rel", math.inf, 1)):
+        assert torch.equal(CODEC.decode(CODEC.encode(x, bound)), x)
+
+
+def test_an_infinite_bound_gives_values_of_the_tensors_own_size():
+    x = torch.cat([normal(5000), torch.tensor([0.0])])
+    for sign_exact in (False, True):
+        encoded = CODEC.encode(x, math.inf, sign_exact=sign_exact)
+        y = CODEC.decode(encoded)
+        assert float(y.abs().max()) <= float(x.abs().max()) and bits_per_value(encoded) < 4
+        assert torch.equal(y.sign(), x.sign()) or not sign_exact
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_code_widths_follow_the_bound(dtype):
+    x = normal(1 << 15).to(dtype)
+    sizes = [bits_per_value(CODEC.encode(x, bound)) for bound in (1.0, 0.3, 0.05, 1e-9)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 2.2 and sizes[1] < 4.2 and sizes[2] < 8.2
+    assert sizes[3] < 8 * dtype.itemsize + 0.2
+
+
+def test_a_few_wild_values_do_not_widen_the_codes(check_codec):
+    x = normal(1 << 15)
+    x[::1000] = 1e6
+    assert bits_per_value(check_codec(CODEC, x, 0.3)) < 4.5
+
+
+def test_a_mask_of_relu_can_be_read_from_a_sign_exact_record():
+    x = torch.relu(normal(1 << 15) * torch.tensor([1e-30, 1.0]).repeat(1 << 14))
+    for dtype in FLOATS:
+        y = CODEC.decode(CODEC.encode(x.to(dtype), 0.7, sign_exact=True))
+        assert torch.equal(y > 0, x.to(dtype) > 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda x: CODEC.encode(x), "bound is None"),
+        (lambda x: CODEC.encode(x, -1.0), r"is -1\.0; allowed: 0"),
+        (lambda x: CODEC.encode(x, math.nan), "is nan; allowed: 0"),
+        (lambda x: ErrorBound("rel", 0.1), "'rel'; allowed: 'abs', 'range_rel'"),  # type: ignore[arg-type]
+        (lambda x: ErrorBound("abs", torch.tensor([0.1, -0.1]), 1), "negative or NaN entries"),
+        (lambda x: ErrorBound("abs", torch.tensor([0.1, math.nan]), 1), "negative or NaN entries"),
+        (lambda x: ErrorBound("abs", torch.tensor([0.1])), "channel_dim is None"),
+        (lambda x: ErrorBound("abs", torch.tensor([[0.1]]), 1), "1-D float tensor"),
+        (lambda x: ErrorBound("abs", torch.tensor([1]), 1), "1-D float tensor"),
+        (lambda x: CODEC.encode(x, ErrorBound("abs", torch.tensor([0.1, 0.1]), 1)), "has 3 channels"),
+        (lambda x: CODEC.encode(x, ErrorBound("abs", 0.1, 2)), "allowed: -2 to 1"),
+        (lambda x: CODEC.encode(x[0, 0], ErrorBound("abs", 0.1, 0)), "no dimension"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused_with_a_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make(torch.ones(2, 3))
+
+
+finite_or_not = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(finite_or_not, min_size=1, max_size=40),
+    st.floats(min_value=0, allow_nan=False),
+    st.sampled_from(["abs", "range_rel"]),
+    st.sampled_from(FLOATS),
+    st.booleans(),
+)
+def test_any_values_stay_within_any_bound(check_codec, values, bound, kind, dtype, sign_exact):
+    x = torch.tensor(values, dtype=torch.float64).repeat(7).to(dtype)
+    check_codec(CODEC, x, ErrorBound(kind, bound), sign_exact=sign_exact)
+    check_codec(CODEC, x.view(7, -1), ErrorBound(kind, bound, 1), sign_exact=sign_exact)
+
+
+def test_threads_encode_and_decode_at_once_and_get_equal_values():
+    tensors = [normal(300, 1000 + seed, seed=seed) for seed in range(6)]
+    encoded = [CODEC.encode(x, 0.3) for x in tensors]
+    expected = [CODEC.decode(one) for one in encoded]
+
+    def work(index):
+        again = CODEC.encode(tensors[index % 6], 0.3)
+        assert torch.equal(CODEC.decode(again), expected[index % 6])
+        return torch.equal(CODEC.decode(encoded[index % 6]), expected[index % 6])
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(24)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_encodes_with_threads_of_its_own():
+    x = normal(3 << 18)
+    expected = CODEC.decode(CODEC.encode(x, 0.3)).numpy()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a thread that waits for the parent's would wait for ever
+        # numpy compares: torch's own operations may hang in a forked process.
+        found = CODEC.decode(CODEC.encode(x, 0.3)).numpy()
+        os._exit(0 if np.array_equal(found, expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sign_exact", [False, True])
+def test_without_numba_the_reference_gives_the_same_record(check_codec, monkeypatch, dtype, sign_exact):
+    x = normal(3, 4, 5000).to(dtype)
+    x[0, 0, :4] = torch.tensor([math.nan, math.inf, 0.0, 1e5])
+    for bound in (ErrorBound("range_rel", 0.1, 1), ErrorBound("range_rel", 0.01), ErrorBound("abs", 0.0)):
+        with_numba = CODEC.encode(x, bound, sign_exact=sign_exact)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_cpu", None)
+            without = check_codec(CODEC, x, bound, sign_exact=sign_exact)
+        assert all(
+            torch.equal(one, other) if torch.is_tensor(one) else one == other
+            for one, other in zip(with_numba.parts, without.parts, strict=True)
+        )
+
+
+def test_without_zstandard_codes_stay_packed(check_codec, monkeypatch):
+    x = normal(3, 4, 5000)
+    compressed = CODEC.encode(x, 0.5)
+    monkeypatch.setattr(chunks, "zstandard", None)
+    for name in ("error_bounded", "lossless"):
+        check_codec(get_codec(name), x, 0.5)
+    assert 4 <= bits_per_value(CODEC.encode(x, 0.5)) < 4.2
+    with pytest.raises(RuntimeError, match="pip install zstandard"):
+        CODEC.decode(compressed)

@@ -1,0 +1,165 @@
+"""The compiled twins give the reference's bits; packed codes are what the golden files say."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from comet_core.codecs import CODECS, get_codec
+from comet_core.codecs.kernels import chunks, reference, twin_of
+from comet_core.codecs.kernels.reference import Grid, Windows
+
+GOLDEN = Path(__file__).parent / "golden"
+POOLING = {"kernel_size": (2, 2), "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1), "input_size": (4, 4)}
+
+
+def twin():
+    found = twin_of(torch.zeros(1))
+    if found is None:
+        pytest.skip("missing tool: numba, pip install numba")
+    return found
+
+
+def inputs(dtype, count):
+    generator = torch.Generator().manual_seed(count)
+    normal = torch.randn(count, generator=generator, dtype=torch.float64)
+    info = torch.finfo(dtype)
+    special = torch.tensor(
+        [0.0, -0.0, math.nan, math.inf, -math.inf, info.max, -info.max, info.tiny, -info.tiny / 8, 1e-3, 3.5, -3.75]
+    )
+    some = normal.clone()
+    some[::17] = special.double()[torch.arange(len(some[::17])) % len(special)]
+    halves = torch.randint(-40, 40, (count,), generator=generator).double() / 4  # ties and borders of cells
+    yield from (tensor.to(dtype) for tensor in (normal, some, halves, normal * 100, normal.relu(), normal * 1e-30))
+
+
+def grids(dtype):
+    generator = torch.Generator().manual_seed(1)
+    for num_channels, inner in ((1, 1 << 20), (5, 1), (300, 1), (7, 3), (3, 100), (2, 1000)):
+        for scale in (0.5, 0.013, 1e-30 if dtype == torch.float32 else 1e-300):
+            step = ((torch.rand(num_channels, generator=generator, dtype=torch.float64) + 0.5) * scale).to(dtype)
+            bound = step.double() / 2
+            offset = torch.randint(-9, 9, (num_channels,), generator=generator).to(dtype)
+            yield Grid(step, offset, inner, False), bound
+            yield Grid(step, torch.zeros_like(offset), inner, True), bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 777, 3001])
+def test_the_twin_makes_the_same_codes_and_values_as_the_reference(dtype, count):
+    cpu, start = twin(), 1234
+    for grid, bound in grids(dtype):
+        for x in inputs(dtype, count):
+            for bits in (4, 8):
+                expected = reference.encode_chunk(x, start, grid, bound, bits, count)
+                found = cpu.encode_chunk(x, start, grid, bound, bits, count)
+                assert expected is not None and found is not None
+                assert found[1] == expected[1] and np.array_equal(found[0], expected[0].numpy())
+                y, y_expected = torch.empty_like(x), torch.empty_like(x)
+                read_only = np.frombuffer(found[0].tobytes(), np.uint8)
+                cpu.decode_chunk(read_only, found[1], start, grid, bits, y)
+                reference.decode_chunk(expected[0], expected[1], start, grid, bits, y_expected)
+                assert torch.equal(y.view(torch.uint8), y_expected.view(torch.uint8))
+                if expected[1]:
+                    assert cpu.encode_chunk(x, start, grid, bound, bits, expected[1] - 1) is None
+                    assert reference.encode_chunk(x, start, grid, bound, bits, expected[1] - 1) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("num_channels", "inner"), [(1, 10**6), (5, 1), (300, 1), (7, 3), (3, 100), (2, 1000)])
+def test_the_twin_finds_the_same_ranges_as_the_reference(dtype, num_channels, inner):
+    for x in inputs(dtype, 2500):
+        ranges = []
+        for kernels in (twin(), reference):
+            low = torch.full((num_channels,), math.inf, dtype=torch.float64)
+            high = -low
+            for start in (0, 1300):
+                kernels.finite_range(x[start : start + 1300], start, inner, low, high)
+            ranges.append(torch.stack([low, high]))
+        assert torch.equal(*ranges)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1001])
+def test_the_twin_makes_the_same_bits_and_shuffled_bytes_as_the_reference(count):
+    cpu = twin()
+    for dtype in (torch.float32, torch.float64):
+        for x in inputs(dtype, count):
+            bits = reference.positive_bits(x)
+            assert torch.equal(cpu.positive_bits(x), bits)
+            value = torch.tensor(1.25, dtype=dtype)
+            filled, expected = torch.empty_like(x), torch.empty_like(x)
+            cpu.fill_positive(bits, value, filled)
+            reference.fill_positive(bits, value, expected)
+            assert torch.equal(filled, expected)
+            data = x.view(torch.uint8)
+            shuffled = reference.shuffle_bytes(data, x.itemsize)
+            assert np.array_equal(cpu.shuffle_bytes(data, x.itemsize), shuffled.numpy())
+            back, expected = torch.empty_like(data), torch.empty_like(data)
+            cpu.unshuffle_bytes(np.frombuffer(shuffled.numpy().tobytes(), np.uint8), x.itemsize, back)
+            reference.unshuffle_bytes(shuffled, x.itemsize, expected)
+            assert torch.equal(back, data) and torch.equal(expected, data)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_packed_codes_come_back_the_first_in_the_lowest_bits(bits):
+    codes = (torch.arange(77) * 7 % (1 << bits)).to(torch.uint8)
+    packed = reference.pack_bits(codes, bits)
+    assert len(packed) == math.ceil(77 * bits / 8)
+    assert torch.equal(reference.unpack_bits(packed, bits, 77), codes)
+    assert int(packed[0]) == sum(int(code) << (bits * place) for place, code in enumerate(codes[: 8 // bits]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"), [(2, 2, 0, 1), (3, 2, 1, 1), (3, 1, 1, 2), (5, 3, 2, 1)]
+)
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_max_pool_indices_take_a_few_bits_and_come_back(kernel, stride, padding, dilation, format):
+    x = torch.randn(3, 5, 20, 21, generator=torch.Generator().manual_seed(0)).to(memory_format=format)
+    _, indices = F.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
+    pairs = [(one, one) for one in (kernel, stride, padding, dilation)]
+    names = ("kernel_size", "stride", "padding", "dilation")
+    codec = get_codec("window_index", **dict(zip(names, pairs, strict=True)), input_size=(20, 21))
+    encoded = codec.encode(indices)
+    assert torch.equal(codec.decode(encoded), indices)
+    bits = {2: 2, 3: 4, 5: 8}[kernel]
+    assert len(encoded.parts[0]) == math.ceil(indices.numel() * bits / 8)
+    for wrong in (-1, 20 * 21, int(indices[0, 0, 0, 0]) + stride * 21 * kernel):
+        spoiled = indices.clone()
+        spoiled[0, 0, 0, 0] = wrong
+        assert torch.equal(codec.decode(codec.encode(spoiled)), spoiled)
+
+
+def test_an_index_beside_its_window_has_no_code():
+    windows = Windows((2, 2), (2, 2), (0, 0), (1, 1), (4, 4))
+    codes = torch.empty(1, 2, 2, dtype=torch.uint8)
+    inside = torch.tensor([[[0, 3], [13, 10]]])
+    assert reference.window_codes(inside, windows, codes) and codes.flatten().tolist() == [0, 1, 3, 0]
+    assert torch.equal(reference.window_indices(codes, windows), inside)
+    for wrong in (2, 8, -1, 16):
+        assert not reference.window_codes(torch.tensor([[[wrong, 3], [13, 10]]]), windows, codes)
+
+
+def golden_input(name):
+    if name == "window_index":
+        return torch.tensor([[[0, 3], [13, 10]]])
+    values = (torch.arange(64) * 37 % 23 - 11).float() / 4
+    values[5], values[40], values[41] = 1000.0, math.nan, -0.0
+    return values
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_records_match_the_golden_files(name, monkeypatch):
+    """Compared before zstd, whose output differs between its versions."""
+    monkeypatch.setattr(chunks, "zstandard", None)
+    codec = get_codec(name, **(POOLING if name == "window_index" else {}))
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    for sign_exact in (False, True):
+        encoded = codec.encode(golden_input(name), 0.25, sign_exact=sign_exact)
+        parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in encoded.parts]
+        decoded = codec.decode(encoded).numpy().tobytes()
+        found = {"parts": [part.hex() for part in parts], "decoded": decoded.hex()}
+        assert found == golden["sign_exact" if sign_exact else "plain"]
