@@ -20,7 +20,8 @@ MAY_IMPORT = {
     " comet_core.__version__ comet_core.config comet_core.metrics comet_core.launcher",
     "storage/worker.py": "comet_core.trainer",
     "pages/": "pages streamlit plotly pandas numpy"
-    " storage.queries storage.runs storage.admin storage.export comet_core.config comet_core.metrics",
+    " storage.queries storage.runs storage.admin storage.export"
+    " comet_core.__version__ comet_core.config comet_core.metrics",
 }
 # The same, but only inside a function: these libraries may be absent.
 MAY_IMPORT_LAZILY = {"storage/": "psycopg pyarrow ray"}
