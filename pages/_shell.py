@@ -1,0 +1,28 @@
+"""Frame of the app: which pages there are, under which address, and what stands around each of them.
+
+Home is the default page and answers at `/` only. A page runs only from here: `_widgets.page_setup` refuses otherwise.
+"""
+
+import streamlit as st
+
+from pages import _widgets
+
+st.set_page_config(page_title="COMET Lab", page_icon=":material/compress:", layout="wide")
+
+PAGES = {
+    "": [
+        st.Page("home.py", title="Home", icon=":material/home:", default=True),
+        st.Page("new_run.py", title="New run", icon=":material/rocket_launch:", url_path="new_run"),
+    ],
+    "Results": [
+        st.Page("runs.py", title="Runs", icon=":material/list:", url_path="runs"),
+        st.Page("run_detail.py", title="Run", url_path="run_detail", visibility="hidden"),
+        st.Page("compare.py", title="Compare", icon=":material/stacked_line_chart:", url_path="compare"),
+        st.Page("trade_offs.py", title="Trade-offs", icon=":material/scatter_plot:", url_path="trade_offs"),
+    ],
+    "Lab": [st.Page("about.py", title="About", icon=":material/info:", url_path="about")],
+}
+
+page = st.navigation(PAGES)
+_widgets.open_page()
+page.run()

@@ -1,0 +1,155 @@
+"""How is this run doing, what does it save, and what went wrong?"""
+
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from comet_core.config import FIELDS
+from comet_core.metrics import EvalMetrics, LayerMetrics, StepMetrics, axis_label
+from pages import _charts, _widgets
+from pages._charts import Curve
+from storage import queries, runs
+
+LAYER_COLUMNS = ("operator", "error_bound", "saved_bytes", "held_bytes", "compression_ratio", "bits_per_value")
+SIGMAS = ("predicted_sigma", "measured_sigma", "target_sigma")
+
+
+def _draw() -> None:
+    run = queries.run(run_id)
+    if run is None:
+        st.rerun()
+    _head(run)
+    if run["error"]:
+        st.error(_widgets.plain(run["error"]), icon=":material/error:")
+    waits = run["status"] in _widgets.WAITING
+    if waits:
+        _widgets.scheduler_notice()
+        _widgets.progress(run)
+    _figures(run)
+    _curves(run)
+    _details(run)
+    if waits != live:
+        st.rerun()  # it came to its end: polling stops
+
+
+def _head(run: dict[str, Any]) -> None:
+    with st.container(horizontal=True, vertical_alignment="center"):
+        _widgets.badge(run["status"])
+        st.caption(_widgets.plain(" · ".join(run[name] for name in ("model", "dataset", "policy"))))
+        st.caption(f"created {_widgets.moment(run['created_at'])}")
+        if run["twin_id"]:
+            both = {"runs": f"{run_id},{run['twin_id']}"}
+            st.page_link("compare.py", label=f"Compare with twin #{run['twin_id']}", query_params=both)
+        if run["status"] in ("queued", "starting", "running") and st.button("Stop", icon=":material/stop:"):
+            try:
+                runs.request_stop(run_id)
+                st.rerun()
+            except runs.RunStateError as error:
+                st.error(_widgets.plain(error))
+
+
+def _figures(run: dict[str, Any]) -> None:
+    on_gpu = _widgets.measured(run, "peak_allocated_bytes") is not None
+    peak = "peak_allocated_bytes" if on_gpu else "peak_rss_above_start_bytes"
+    best = _widgets.number(run, "best_test_accuracy", "fraction")
+    shared = "Other runs computed at the same time." if run["timings_shared"] else None
+    _widgets.figures(
+        [
+            ("Training loss", _widgets.number(run, "last_train_loss"), "Of the last step."),
+            ("Test accuracy", _widgets.number(run, "last_test_accuracy", "fraction"), f"Best so far: {best}."),
+            ("Ratio, whole graph", _widgets.number(run, "compression_ratio", "x"), "Saved by held bytes, last epoch."),
+            ("Ratio, conv inputs", _widgets.number(run, "conv_input_ratio", "x"), "The same, convolution inputs."),
+            ("Peak on GPU" if on_gpu else "Peak above start", _widgets.number(run, peak, "bytes"), None),
+            ("Step time, shared" if shared else "Step time", _widgets.number(run, "step_seconds", "s"), shared),
+        ]
+    )
+
+
+def _curves(run: dict[str, Any]) -> None:
+    steps, evals = queries.step_frame(run_id), queries.eval_frame(run_id)
+    color, dash = _charts.run_style(run_id)
+    grey: dict[str, Any] = dict(color=_charts.GREY, dash="dot")
+    own: dict[str, Any] = dict(color=color, dash=dash)
+
+    def curve(column: str, name: str, style: dict[str, Any], **options: Any) -> Curve:
+        return Curve(frame=steps, metric=StepMetrics, column=column, name=name, **style, **options)
+
+    def tested(column: str) -> Curve:
+        return Curve(
+            frame=evals, metric=EvalMetrics, column=column, name="test", markers=True, color=color, dash="solid"
+        )
+
+    held = [curve("saved_bytes", "uncompressed", grey), curve("held_bytes", "really held", own, filled=True)]
+    _draw_card("Saved for backward", held, 340)
+    left, right = st.columns(2, gap="medium")
+    with left:
+        _draw_card("Loss", [curve("train_loss", "training", own, opacity=0.6), tested("test_loss")])
+        ratios = [curve("compression_ratio", "whole graph", own), curve("conv_input_ratio", "convolution inputs", grey)]
+        _draw_card("Compression ratio", ratios)
+    with right:
+        _draw_card("Accuracy", [curve("train_accuracy", "training", own, opacity=0.6), tested("test_accuracy")])
+        peak = next((n for n in ("peak_allocated_bytes", "peak_rss_bytes") if steps[n].notna().any()), "peak_rss_bytes")
+        _draw_card("Peak memory", [curve(peak, "peak", own)])
+
+
+def _draw_card(title: str, curves: list[Curve], height: int = 300) -> None:
+    drawn = [curve for curve in curves if len(curve.frame)]
+    _widgets.chart(title, lambda: _charts.lines(drawn, height=height) if drawn else None, key=title)
+
+
+def _details(run: dict[str, Any]) -> None:
+    layers, configuration, log = st.tabs(["Layers", "Configuration", "Log"])
+    with layers:
+        _layers()
+    with configuration:
+        options = [(_option_label(name), str(value)) for name, value in run["config"].items()]
+        facts = [(name, str(value)) for name, value in run["environment"].items()]
+        for column, title, rows in zip(st.columns(2), ("Options", "Environment"), (options, facts), strict=True):
+            column.dataframe(pd.DataFrame(rows, columns=[title, "Value"], dtype=str), hide_index=True, height="content")
+    with log:
+        text = queries.log_tail(run_id)
+        st.code(text or "Nothing was printed yet.", language=None, height=360)
+
+
+def _layers() -> None:
+    last = queries.layers_last(run_id)
+    if last.empty:
+        st.caption("No layer has been recorded: a baseline has none, and others record at the first iterations.")
+        return
+    history = queries.layer_frame(run_id)
+    if (last["error_bound"] > 0).any():
+        _widgets.chart("Error bound of each layer, first to last", lambda: _charts.bounds(history), key="bounds")
+    factor, unit = _charts.scale(last["saved_bytes"], "bytes")
+    shown = last.assign(saved_bytes=last["saved_bytes"] * factor, held_bytes=last["held_bytes"] * factor)
+    sigmas = [name for name in SIGMAS if last[name].notna().any()]
+    labels = {
+        name: axis_label(LayerMetrics, name).replace("(bytes)", f"({unit})") for name in (*LAYER_COLUMNS, *sigmas)
+    }
+    formats = dict.fromkeys(("saved_bytes", "held_bytes", "compression_ratio", "bits_per_value"), "%.2f")
+    formats |= dict.fromkeys(("error_bound", *sigmas), "%.3g")
+    columns: dict[str, Any] = {
+        name: st.column_config.NumberColumn(label, format=formats[name]) if name in formats else label
+        for name, label in labels.items()
+    }
+    st.dataframe(
+        shown[["name", *labels]], column_config={"name": "Layer", **columns}, hide_index=True, height="content"
+    )
+
+
+def _option_label(name: str) -> str:
+    if name not in FIELDS:
+        return name
+    facts = FIELDS[name].metadata
+    return f"{facts['label']} ({facts['unit']})" if facts["unit"] else facts["label"]
+
+
+asked = _widgets.asked_runs(st.query_params.get("run", ""))
+found = queries.run(asked[0]) if asked else None
+_widgets.page_setup(f"#{found['id']} {_widgets.plain(_charts.middle_cut(found['name'], 60))}" if found else "Run")
+if found is None:
+    text = f"There is no run #{asked[0]}; it may have been deleted." if asked else "The address names no run (?run=1)."
+    _widgets.empty("No such run", text, "runs.py", "Choose one from the list")
+run_id = found["id"]
+live = found["status"] in _widgets.WAITING
+_widgets.polling(_draw, live)
