@@ -12,9 +12,7 @@ Sources: the check and the verbatim outliers follow PFPL (Fallin et al. 2025); t
 2020, section 3.2), with a zero of its own for the sign of ReLU results.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,8 +31,6 @@ from comet_core.codecs.kernels import reference, twin_of
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES, compress, decompress, run_chunks
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.lossless import decode_bytes, encode_bytes
-
-Result = TypeVar("Result")
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Bits a code -> one value in how many may be an outlier, which costs about 64 bits: beyond, more bits are cheaper.
@@ -71,7 +67,7 @@ class ErrorBoundedCodec(Codec):
             if sum(len(part) if isinstance(part, bytes) else part.nbytes for part in encoded.parts) < dense.nbytes:
                 return encoded
         chunks = flat_of(dense).split(_chunk_values(dense))
-        blobs = run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks))
+        blobs = run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks), threaded=dense.device.type == "cpu")
         none = (_LOSSLESS,) * len(chunks)
         return self.record(dense, tuple(blobs), _Meta(1, sign_exact, none, none))
 
@@ -89,7 +85,7 @@ class ErrorBoundedCodec(Codec):
                     return bits, num_outliers, _held(blob)
             return _LOSSLESS, 0, encode_bytes(x)
 
-        bits, num_outliers, blobs = zip(*_run(dense)(encode_chunk, len(chunks)), strict=True)
+        bits, num_outliers, blobs = zip(*run_chunks(encode_chunk, len(chunks), threaded=_threaded(dense)), strict=True)
         return self.record(
             dense, (grid.step, grid.offset, *blobs), _Meta(grid.inner, grid.sign_exact, bits, num_outliers)
         )
@@ -114,7 +110,7 @@ class ErrorBoundedCodec(Codec):
                 data = data if twin else torch.from_numpy(data.copy())
             (twin or reference).decode_chunk(data, num_outliers, index * chunk_values, grid, bits, x)
 
-        _run(out)(decode_chunk, len(chunks))
+        run_chunks(decode_chunk, len(chunks), threaded=_threaded(out))
         return out.to(device or encoded.device)
 
 
@@ -122,9 +118,8 @@ def _chunk_values(x: Tensor) -> int:
     return CHUNK_VALUES if x.device.type == "cpu" else _GPU_CHUNK_VALUES
 
 
-def _run(x: Tensor) -> Callable[[Callable[[int], Result], int], list[Result]]:
-    """How to run the tasks of x's chunks: torch's operations have threads of their own."""
-    return run_chunks if twin_of(x) else lambda task, num_chunks: [task(index) for index in range(num_chunks)]
+def _threaded(x: Tensor) -> bool:
+    return twin_of(x) is not None
 
 
 def _held(blob: np.ndarray | Tensor) -> bytes | Tensor:
@@ -198,6 +193,6 @@ def _finite_range(dense: Tensor, num_channels: int, inner: int) -> tuple[Tensor,
         kernels.finite_range(chunks[index], index * chunk_values, inner, low, high)
         return low, high
 
-    lows, highs = zip(*_run(dense)(range_of, len(chunks)), strict=True)
+    lows, highs = zip(*run_chunks(range_of, len(chunks), threaded=_threaded(dense)), strict=True)
     low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
     return low.where(low <= high, 0), high.where(low <= high, 0)

@@ -24,14 +24,15 @@ class LosslessCodec(Codec):
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense = dense_of(tensor)
         chunks = flat_of(dense).split(CHUNK_VALUES)
-        parts = run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks))
+        parts = run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks), threaded=dense.device.type == "cpu")
         return self.record(dense, tuple(parts))
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
         out = empty_like_record(encoded)
         chunks = flat_of(out).split(CHUNK_VALUES)
-        run_chunks(lambda index: decode_bytes(encoded.parts[index], chunks[index]), len(chunks))
+        threaded = out.device.type == "cpu"
+        run_chunks(lambda index: decode_bytes(encoded.parts[index], chunks[index]), len(chunks), threaded=threaded)
         return out.to(device or encoded.device)
 
 

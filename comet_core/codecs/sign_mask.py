@@ -31,8 +31,9 @@ class SignMaskCodec(Codec):
         flat = flat_of(dense)
         largest = flat.max().item() if len(flat) else 1
         chunks = flat.split(CHUNK_VALUES)
-        kernels = twin_of(flat) or reference
-        bits = run_chunks(lambda index: kernels.positive_bits(chunks[index]), len(chunks))
+        twin = twin_of(flat)
+        positive_bits = (twin or reference).positive_bits
+        bits = run_chunks(lambda index: positive_bits(chunks[index]), len(chunks), threaded=twin is not None)
         return self.record(dense, (torch.cat(bits),), largest if 0 < largest < torch.inf else 1)
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
@@ -40,6 +41,7 @@ class SignMaskCodec(Codec):
         out = empty_like_record(encoded)
         value = torch.tensor(encoded.meta, dtype=out.dtype, device=out.device)
         values, bits = flat_of(out).split(CHUNK_VALUES), encoded.parts[0].split(CHUNK_VALUES // 8)
-        kernels = twin_of(out) or reference
-        run_chunks(lambda index: kernels.fill_positive(bits[index], value, values[index]), len(values))
+        twin = twin_of(out)
+        fill = (twin or reference).fill_positive
+        run_chunks(lambda index: fill(bits[index], value, values[index]), len(values), threaded=twin is not None)
         return out.to(device or encoded.device)

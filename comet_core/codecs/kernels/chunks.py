@@ -40,10 +40,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def run_chunks(task: Callable[[int], Result], num_chunks: int) -> list[Result]:
-    """task(0), ..., task(num_chunks - 1) on the pool, results in order; a single one runs in the calling thread."""
+def run_chunks(task: Callable[[int], Result], num_chunks: int, *, threaded: bool) -> list[Result]:
+    """task(0), ..., task(num_chunks - 1), results in order; on the pool where `threaded` and there are several.
+
+    Not for tasks made of torch operations: these have threads of their own, and on a GPU they belong on the stream of
+    the calling thread.
+    """
     global _pool
-    if num_chunks <= 1:
+    if num_chunks <= 1 or not threaded:
         return [task(chunk) for chunk in range(num_chunks)]
     with _pool_lock:
         if _pool is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from comet_core.codecs.kernels.reference import Grid
 
 _BLOCK = 256
-_LANES = 64
+_LANES = 16
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,8 +203,9 @@ def _finite_range(x: np.ndarray, start: int, inner: int, low: np.ndarray, high: 
                 finite = abs(value) <= largest
                 lows[j] = value if finite and value < lows[j] else lows[j]
                 highs[j] = value if finite and value > highs[j] else highs[j]
-        low[channel] = min(low[channel], np.float64(lows.min()))
-        high[channel] = max(high[channel], np.float64(highs.max()))
+        for j in range(min(_LANES, count)):
+            low[channel] = min(low[channel], np.float64(lows[j]))
+            high[channel] = max(high[channel], np.float64(highs[j]))
 
 
 @_compiled
