@@ -15,7 +15,8 @@ RUN grep -E '^torch(vision)?==' requirements.txt > torch.txt \
     && rm torch.txt
 
 # The code belongs to root: the lab writes nowhere but below /data.
-RUN useradd --system --uid 10001 --home-dir /data --create-home lab
+RUN useradd --system --user-group --uid 10001 --home-dir /data --no-create-home lab \
+    && install --directory --owner=lab --group=lab /data
 COPY .streamlit .streamlit
 COPY comet_core comet_core
 COPY storage storage
