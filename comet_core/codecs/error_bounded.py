@@ -3,13 +3,13 @@
 Each chunk of memory is one task: its values become codes of 4 bits; the value that the decoder will return is compared
 with the original, and what misses the bound is kept as it is (index and bits). Where too much misses, the chunk takes
 codes of 8 bits; where even that does not pay, it is stored losslessly. So the width follows the data by itself, chunk
-by chunk, and a chunk that needs more bits gives up on fewer after a few blocks.
+by chunk, and a chunk that needs more bits notices after a few blocks.
 
 No spatial prediction: away from the image it adds the neighbours' noise to each value. The quantiser is defined in
-`kernels/reference.py`. zstd then finds the zeros and the repeated pairs; tensors on a GPU keep packed codes without it.
+`kernels/reference.py`. zstd then shortens frequent pairs and runs; tensors on a GPU keep packed codes without it.
 
 Sources: the check and the verbatim outliers follow PFPL (Fallin et al. 2025); the quantiser that of cuSZ (Tian et al.
-2020, section 3.2), with a zero of its own for the sign of ReLU results.
+2020), with a zero of its own for the sign of ReLU results.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 ReLU's backward asks `result > 0`. Dropout's noise is 0 or 1 / (1 - p), and comes back exactly, because the record
 also holds the largest value. The bits are not compressed any further: they hardly repeat.
 
-Source: the sign of ReLU results in one bit, Gist (Jain et al. 2018, section 3).
+Source: the sign of ReLU results in one bit, Gist (Jain et al. 2018).
 """
 
 import torch

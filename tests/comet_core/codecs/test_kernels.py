@@ -46,6 +46,9 @@ def grids(dtype):
             offset = torch.randint(-9, 9, (num_channels,), generator=generator).to(dtype)
             yield Grid(step, offset, inner, False), bound
             yield Grid(step, torch.zeros_like(offset), inner, True), bound
+            # A bound that some values in the range of the codes miss.
+            yield Grid(step, offset, inner, False), bound * 0.6
+            yield Grid(step, torch.zeros_like(offset), inner, True), bound * 0.6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
