@@ -9,7 +9,7 @@ A value that is not finite is a gap with a cross in it; one that was not measure
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pandas as pd
@@ -103,40 +103,36 @@ def number_text(value: float | None, unit: str = "") -> str:
     if unit == "x":
         return f"{scaled:.2f}x"
     if unit == "bytes":
-        return f"{scaled:,.0f} bytes" if shown == "bytes" else f"{scaled:,.1f} {shown}"
-    digits = f"{scaled:,.0f}" if float(scaled).is_integer() and abs(scaled) < 1e15 else f"{scaled:,.4g}"
-    return f"{digits} {shown}".rstrip()
+        digits = 0 if shown == "bytes" or abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
+        return f"{scaled:,.{digits}f} {shown}"
+    text = f"{scaled:,.0f}" if float(scaled).is_integer() and abs(scaled) < 1e15 else f"{scaled:,.4g}"
+    return f"{text} {shown}".rstrip()
 
 
 def _time_text(seconds: float) -> str:
     if abs(seconds) < 0.9995:
-        return f"{1000 * seconds:.0f} ms"
+        return f"{1000 * seconds:.3g} ms"
     if abs(seconds) < 59.95:
         return f"{seconds:.1f} s" if abs(seconds) < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(abs(seconds)), 60)
+    minutes, rest = divmod(round(abs(float(seconds))), 60)
     hours, minutes = divmod(minutes, 60)
     sign = "−" if seconds < 0 else ""
     return f"{sign}{hours} h {minutes} min" if hours else f"{sign}{minutes} min {rest} s"
 
 
-def lines(curves: Sequence[Curve], *, log: bool = False, height: int = 300) -> go.Figure:
-    """Curves of one unit over the step; the first one's column names the axis.
+def lines(curves: Sequence[Curve], height: int = 300) -> go.Figure:
+    """Curves of one unit over the step. The title is the label of their columns, or what the labels have in common.
 
     Where curves were thinned, the corner says how many points are shown.
     """
-    first = curves[0]
-    label = axis_label(first.metric, first.column)
-    unit = label.rpartition("(")[2].rstrip(")") if label.endswith(")") else ""
+    label, unit = _shared_label(curves)
     factor, shown = scale(np.concatenate([curve.frame[curve.column].to_numpy(float) for curve in curves]), unit)
     figure = go.Figure()
     for curve in curves:
         _add_curve(figure, curve, factor, shown)
-    _frame_it(figure, height)
-    figure.update_xaxes(title_text=axis_label(first.metric, "step"))
-    title = label.removesuffix(f"({unit})").rstrip() + (f" ({shown})" if shown else "") if unit else label
-    figure.update_yaxes(title_text=title, type="log" if log else "linear")
-    if unit in ("bytes", "fraction", "x") and not log:
-        figure.update_yaxes(rangemode="tozero")
+    _frame_it(figure, height + 18 * max(0, len(curves) - 2), f"{label} ({shown})" if shown else label)
+    figure.update_xaxes(title_text=axis_label(curves[0].metric, "step"))
+    figure.update_yaxes(rangemode="tozero" if unit else "normal")
     figure.update_layout(hovermode="x unified", showlegend=len(curves) > 1)
     frames = {id(curve.frame): curve.frame for curve in curves}.values()
     _say_how_many(figure, sum(map(len, frames)), sum(frame.attrs.get("total", len(frame)) for frame in frames))
@@ -154,11 +150,10 @@ def bounds(layers: pd.DataFrame, height: int = 340) -> go.Figure:
         figure.add_scatter(
             x=rows["step"], y=rows["error_bound"], mode="lines+markers", name=plain(middle_cut(name)),
             line=dict(color=_between(COLORS[0], COLORS[4], depth), width=1.5, shape="hv"), marker_size=4,
-            hovertemplate="%{y:.3~g}",
-        )  # fmt: skip
-    _frame_it(figure, height)
+            )  # fmt: skip
+    _frame_it(figure, height, f"{axis_label(LayerMetrics, 'error_bound')} of each layer, first to last")
     figure.update_xaxes(title_text=axis_label(LayerMetrics, "step"))
-    figure.update_yaxes(title_text=axis_label(LayerMetrics, "error_bound"), type="log", exponentformat="power")
+    figure.update_yaxes(type="log", tickformat="~g")
     figure.update_layout(showlegend=False, hovermode="closest")
     figure.update_traces(hovertemplate="%{fullData.name}<br>step %{x}: bound %{y:.3~g}<extra></extra>")
     return figure
@@ -172,13 +167,18 @@ def pareto(cost: Sequence[float] | pd.Series, value: Sequence[float] | pd.Series
     return ~(as_good & better).any(axis=1) & np.isfinite(costs) & np.isfinite(values)
 
 
-def trade_offs(runs: pd.DataFrame, x: str, y: str = "last_test_accuracy", height: int = 520) -> go.Figure:
+def on_front(runs: pd.DataFrame, x: str, y: str) -> np.ndarray:
+    """Which runs no other one beats in two figures of the summary; more is better in `y`."""
+    return pareto(-runs[x] if SUMMARY[x][2] else runs[x], runs[y])
+
+
+def trade_offs(runs: pd.DataFrame, x: str, y: str, height: int = 500) -> go.Figure:
     """Runs as points of two figures of the summary, the Pareto front marked; `customdata` of a point is its run id."""
     figure = go.Figure()
     runs = runs[np.isfinite(runs[x]) & np.isfinite(runs[y])]
-    (x_label, x_unit, more_is_better), (y_label, y_unit, _) = SUMMARY[x], SUMMARY[y]
+    (x_label, x_unit, _), (y_label, y_unit, _) = SUMMARY[x], SUMMARY[y]
     (x_factor, x_shown), (y_factor, y_shown) = scale(runs[x], x_unit), scale(runs[y], y_unit)
-    best = pareto(-runs[x] if more_is_better else runs[x], runs[y])
+    best = on_front(runs, x, y)
     front = runs[best].sort_values([x, y])
     figure.add_scatter(
         x=front[x] * x_factor, y=front[y] * y_factor, mode="lines", name="Pareto front",
@@ -205,11 +205,21 @@ def trade_offs(runs: pd.DataFrame, x: str, y: str = "last_test_accuracy", height
             line=dict(color=GREY, width=[2.5 if on else 0 for on in best]),
         ),
     )  # fmt: skip
-    _frame_it(figure, height)
+    _frame_it(figure, height, f"{y_label} against {x_label[0].lower()}{x_label[1:]}")
     figure.update_xaxes(title_text=f"{x_label} ({x_shown})", rangemode="tozero")
     figure.update_yaxes(title_text=f"{y_label} ({y_shown})")
     figure.update_layout(hovermode="closest", clickmode="event+select", dragmode="zoom")
     return figure
+
+
+def _shared_label(curves: Sequence[Curve]) -> tuple[str, str]:
+    """Label and unit: "Saved for backward, uncompressed" and "Saved for backward, really held" share their head."""
+    facts = [next(entry.metadata for entry in fields(c.metric) if entry.name == c.column) for c in curves]
+    texts = list(dict.fromkeys(fact["label"] for fact in facts))
+    heads = list(dict.fromkeys(text.partition(",")[0] for text in texts))
+    if len(texts) == 1 or len(heads) == 1:
+        return (texts if len(texts) == 1 else heads)[0], facts[0]["unit"]
+    return texts[0].rpartition(" ")[2].capitalize(), facts[0]["unit"]
 
 
 def _add_curve(figure: go.Figure, curve: Curve, factor: float, unit: str) -> None:
@@ -236,10 +246,11 @@ def _add_curve(figure: go.Figure, curve: Curve, factor: float, unit: str) -> Non
         )  # fmt: skip
 
 
-def _frame_it(figure: go.Figure, height: int) -> None:
+def _frame_it(figure: go.Figure, height: int, title: str) -> None:
     figure.update_layout(
-        height=height, margin=dict(l=8, r=8, t=36, b=8), uirevision="keep", hoverlabel_namelength=-1,
-        legend=dict(orientation="h", x=0, y=1.0, xanchor="left", yanchor="bottom", title_text=""),
+        height=height, margin=dict(l=4, r=12, t=64, b=4), uirevision="keep", hoverlabel_namelength=-1,
+        title=dict(text=title, x=0, xref="container", y=1, yref="container", yanchor="top", font_size=15),
+        legend=dict(orientation="h", x=0, y=1.02, xanchor="left", yanchor="bottom", title_text=""),
     )  # fmt: skip
     figure.update_xaxes(showgrid=False, automargin=True)
     figure.update_yaxes(automargin=True)

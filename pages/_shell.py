@@ -3,11 +3,20 @@
 Home is the default page and answers at `/` only. A page runs only from here: `_widgets.page_setup` refuses otherwise.
 """
 
+from pathlib import Path
+
 import streamlit as st
 
 from pages import _widgets
 
-st.set_page_config(page_title="COMET Lab", page_icon=":material/compress:", layout="wide")
+HERE = Path(__file__).parent
+# Less empty space around the page than Streamlit's own.
+STYLE = "<style>[data-testid=stMainBlockContainer] {padding: 3.5rem 2.5rem 2rem}</style>"
+
+# Icons lie here: one named by ":material/...:" would be fetched from a server of Google.
+st.set_page_config(page_title="COMET Lab", page_icon=str(HERE / "icon.svg"), layout="wide", initial_sidebar_state=230)
+st.logo(str(HERE / "logo.svg"), icon_image=str(HERE / "icon.svg"), size="large")
+st.html(STYLE)
 
 PAGES = {
     "": [

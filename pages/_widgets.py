@@ -51,7 +51,7 @@ def plain(text: object) -> str:
 
 def run_label(run_id: int, name: str) -> str:
     """A run in Markdown; long names lose their middle."""
-    return plain(_charts.run_name(run_id, name))
+    return plain(_charts.run_name(run_id, name, 30))
 
 
 def number(row: Mapping[str, Any] | pd.Series, column: str, unit: str = "") -> str:
@@ -96,15 +96,15 @@ def figures(entries: Sequence[tuple[str, str, str | None]]) -> None:
 
 
 def chart(title: str, build: Callable[[], go.Figure | None], key: str, **options: Any) -> Any:
-    """A figure in a card of its own. Nothing to draw yet, or an error while drawing, is said in its place."""
+    """A figure in a card of its own. Nothing to draw yet, or an error while drawing, is said under `title` instead."""
     with st.container(border=True):
-        st.markdown(f"**{title}**")
         try:
             figure = build()
         except Exception as error:
-            st.error(f"This chart could not be drawn: {plain(f'{type(error).__name__}: {error}')}")
+            st.error(f"{title} could not be drawn: {plain(f'{type(error).__name__}: {error}')}")
             return None
         if figure is None:
+            st.markdown(f"**{title}**")
             st.caption("Nothing measured yet.")
             return None
         return st.plotly_chart(figure, key=key, config={"displaylogo": False}, **options)

@@ -27,6 +27,7 @@ def _differences() -> None:
 
 
 def _curves() -> None:
+    charted = {run_id: _charts.run_name(run_id, summary[run_id]["name"], 22) for run_id in ids}
     steps = {run_id: queries.step_frame(run_id, STEP_COLUMNS) for run_id in ids}
     evals = {run_id: queries.eval_frame(run_id) for run_id in ids}
     peak = next(
@@ -45,7 +46,7 @@ def _curves() -> None:
     for place, (title, frames, metric, column) in zip(places, cards, strict=True):
         curves = [
             Curve(
-                frame=frames[i], metric=metric, column=column, name=names[i], markers=metric is EvalMetrics,
+                frame=frames[i], metric=metric, column=column, name=charted[i], markers=metric is EvalMetrics,
                 color=_charts.run_style(i)[0], dash=_charts.run_style(i)[1],
             )
             for i in ids if frames[i][column].notna().any() or frames[i]["nonfinite"].notna().any()
@@ -54,7 +55,30 @@ def _curves() -> None:
             _widgets.chart(title, lambda drawn=curves: _charts.lines(drawn) if drawn else None, key=title)  # type: ignore[misc]
 
 
-def _row(column: str, baseline: int) -> dict[str, str]:
+def _headline(run_id: int) -> None:
+    """Of two runs, what a person asks first: the figure of one and its difference to the baseline."""
+    peak = "peak_allocated_bytes" if frame["peak_allocated_bytes"].notna().all() else "peak_rss_above_start_bytes"
+    shared = bool(frame["timings_shared"].any())
+    figures = {
+        "max_held_bytes": "Held for backward",
+        peak: "Peak on the GPU" if peak == "peak_allocated_bytes" else "Peak above start",
+        "last_test_accuracy": "Test accuracy",
+        "step_seconds": "Step time, shared" if shared else "Step time",
+    }
+    for place, (column, label) in zip(st.columns(4), figures.items(), strict=True):
+        unit, more_is_better = SUMMARY[column][1:]
+        value, other = (_widgets.measured(summary[i], column) for i in (run_id, baseline))
+        absolute, percent = _difference(value, other, unit)
+        known = value is not None and other is not None and not (column in TIMINGS and shared)
+        place.metric(
+            f"{label} of \\#{run_id}", _charts.number_text(value, unit), border=True,
+            delta=(absolute if unit == "fraction" else percent).replace("−", "-") if known else None,
+            delta_color="off" if value == other else "normal" if more_is_better else "inverse",
+            delta_description=f"to #{baseline}",
+        )  # fmt: skip
+
+
+def _row(column: str) -> dict[str, str]:
     """A figure of every run as text, and how far each run is from the baseline."""
     label, unit, _ = SUMMARY[column]
     row = {"Figure": label}
@@ -84,10 +108,7 @@ def _difference(value: float | None, reference: float | None, unit: str) -> tupl
 
 def _table() -> None:
     st.subheader("Figures", anchor=False)
-    plain_runs = [i for i in ids if summary[i]["policy"] == "baseline"]
-    first = ids.index(plain_runs[0]) if plain_runs else 0
-    baseline = st.selectbox("Differences to", ids, index=first, format_func=names.__getitem__, width=420)
-    rows = [_row(column, baseline) for column in SUMMARY if frame[column].notna().any()]
+    rows = [_row(column) for column in SUMMARY if frame[column].notna().any()]
     st.dataframe(pd.DataFrame(rows), hide_index=True, height="content")
     if frame["timings_shared"].any():
         st.caption(
@@ -113,7 +134,8 @@ if len(offered) < 2:
     text = "Two runs make a comparison: launch one with its baseline twin."
     _widgets.empty("Nothing to compare yet", text, "new_run.py", "Set up a run with its twin")
 names = {run["id"]: _charts.run_name(run["id"], run["name"]) for _, run in offered.iterrows()}
-ids: list[int] = st.multiselect(
+choice, reference = st.columns([3, 1], gap="medium")
+ids: list[int] = choice.multiselect(
     "Runs", list(names), default=asked["id"].tolist(), format_func=names.__getitem__, placeholder="Choose two or more"
 )
 st.query_params["runs"] = ",".join(map(str, ids))
@@ -123,7 +145,12 @@ if len(ids) < 2:
 frame = queries.summary_frame(ids)
 summary = {run["id"]: run for _, run in frame.iterrows()}
 live = bool(frame["status"].isin(_widgets.WAITING).any())
+plain_runs = [i for i in ids if summary[i]["policy"] == "baseline"]
+first = ids.index(plain_runs[0]) if plain_runs else 0
+baseline = reference.selectbox("Differences to", ids, index=first, format_func=names.__getitem__)
 _differences()
+if len(ids) == 2:
+    _headline(next(i for i in ids if i != baseline))
 st.subheader("Curves", anchor=False)
 _widgets.polling(_draw, live)
 _table()

@@ -40,6 +40,15 @@ def _last_twins(finished: pd.DataFrame) -> tuple[pd.Series, pd.Series] | None:
     return None
 
 
+def _row(run: pd.Series, text: str) -> None:
+    name, status, rest = st.columns([5, 2, 3] if text else [5, 2, 0.1], vertical_alignment="center")
+    label = _widgets.run_label(run["id"], run["name"])
+    name.page_link("run_detail.py", label=label, query_params={"run": str(run["id"])})
+    with status:
+        _widgets.badge(run["status"])
+    rest.caption(text)
+
+
 def _now() -> None:
     live = queries.runs_frame(status=_widgets.WAITING, limit=6)
     if live.empty:
@@ -50,15 +59,15 @@ def _now() -> None:
     _widgets.scheduler_notice()
     for _, run in live.iterrows():
         with st.container(border=True):
-            with st.container(horizontal=True, vertical_alignment="center"):
-                label = _widgets.run_label(run["id"], run["name"])
-                st.page_link("run_detail.py", label=label, query_params={"run": str(run["id"])})
-                _widgets.badge(run["status"])
+            _row(run, "")
             _widgets.progress(run)
 
 
 _widgets.page_setup("COMET Lab")
-st.markdown("Train with compressed activations; see what it saves and what it costs.")
+with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+    st.markdown("Train with compressed activations; see what it saves and what it costs.", width="content")
+    if st.button("New run", type="primary", icon=":material/rocket_launch:"):
+        st.switch_page("new_run.py")
 
 counts = queries.live_counts()
 was_live = sum(counts.values()) > 0
@@ -82,8 +91,6 @@ _widgets.figures(
         ("Failed or lost", f"{queries.count_runs(status=('failed', 'lost')):,}", "Lost: the process vanished."),
     ]
 )
-if st.button("New run", type="primary", icon=":material/rocket_launch:"):
-    st.switch_page("new_run.py")
 
 twins = _last_twins(ended[ended["status"] == "finished"])
 if twins:
@@ -102,10 +109,8 @@ with last:
     st.subheader("Ended last", anchor=False)
     if ended.empty:
         st.caption("Nothing has come to its end yet.")
-    for _, row in ended.head(5).iterrows():
-        with st.container(border=True, horizontal=True, vertical_alignment="center"):
-            name = _widgets.run_label(row["id"], row["name"])
-            st.page_link("run_detail.py", label=name, query_params={"run": str(row["id"])})
-            _widgets.badge(row["status"])
-            accuracy = _widgets.number(row, "last_test_accuracy", "fraction")
-            st.caption(f"{accuracy} test · {_widgets.moment(row['finished_at'])}")
+    else:
+        with st.container(border=True, gap=None):
+            for _, row in ended.head(6).iterrows():
+                accuracy = _widgets.number(row, "last_test_accuracy", "fraction")
+                _row(row, f"{accuracy}, {_widgets.moment(row['finished_at'])}")

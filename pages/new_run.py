@@ -11,6 +11,7 @@ from storage import runs
 
 UPLOAD_HELP = "A .zip with train/<class>/ and test/<class>/, or with class folders alone, which are then split."
 CHECK_FIELDS = ("dataset", "dataset_path", "test_fraction", "image_size", "seed", "batch_size")
+NUM_COLUMNS = 3
 ICONS = {
     "Data": "photo_library",
     "Model": "account_tree",
@@ -70,7 +71,6 @@ def _field(name: str) -> Any:
         value = st.selectbox(label, list(facts["menu"]), **common)
         st.caption(_widgets.plain(facts["menu"][value]))
     elif entry.type is bool:
-        st.space("small")
         value = st.toggle(label, **common)
     elif entry.type is str:
         value = st.text_input(label, **common).strip()
@@ -90,15 +90,14 @@ def _help(facts: Any) -> str:
 
 
 def _group(group: str) -> None:
-    """A card of inputs, four in a row. The menus that decide which others matter come first in their group."""
+    """A card of inputs. The menus that decide which others matter come first in their group."""
     st.markdown(f"##### :material/{ICONS[group]}: {group}")
-    columns = st.columns(4)
-    shown = 0
+    columns: list[Any] = []
     for name, entry in FIELDS.items():
         if entry.metadata["group"] == group and _relevant(values).get(name, True) and name != "dataset_path":
-            with columns[shown % 4]:
+            columns = columns or list(st.columns(NUM_COLUMNS))
+            with columns.pop(0):
                 values[name] = _field(name)
-            shown += 1
     if group == "Data" and values["dataset"] == "image_folder":
         _images()
 
@@ -172,7 +171,7 @@ with side, st.container(border=True):
     st.caption("The twin is the same run without compression: what compression saves and costs is measured against it.")
     is_baseline = values["policy"] == "baseline"
     with_twin = st.button(
-        "Launch with baseline twin", type="primary", width="stretch", icon=":material/rocket_launch:",
+        "Launch with baseline twin", type="primary", width="stretch",
         disabled=is_baseline, help="A baseline needs no twin." if is_baseline else None,
     )  # fmt: skip
     alone = st.button("Launch", width="stretch")

@@ -12,6 +12,10 @@ from pages._charts import Curve
 from storage import queries, runs
 
 LAYER_COLUMNS = ("operator", "error_bound", "saved_bytes", "held_bytes", "compression_ratio", "bits_per_value")
+RATIO_HELP = {
+    "graph": "Uncompressed by really held bytes of all saved tensors, in the last epoch.",
+    "conv": "Uncompressed by really held bytes of convolution inputs alone, in the last epoch.",
+}
 SIGMAS = ("predicted_sigma", "measured_sigma", "target_sigma")
 
 
@@ -36,8 +40,9 @@ def _draw() -> None:
 def _head(run: dict[str, Any]) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
         _widgets.badge(run["status"])
-        st.caption(_widgets.plain(" · ".join(run[name] for name in ("model", "dataset", "policy"))))
-        st.caption(f"created {_widgets.moment(run['created_at'])}")
+        facts = " · ".join(run[name] for name in ("model", "dataset", "policy"))
+        st.caption(_widgets.plain(facts), width="content")
+        st.caption(f"created {_widgets.moment(run['created_at'])}", width="content")
         if run["twin_id"]:
             both = {"runs": f"{run_id},{run['twin_id']}"}
             st.page_link("compare.py", label=f"Compare with twin #{run['twin_id']}", query_params=both)
@@ -58,8 +63,16 @@ def _figures(run: dict[str, Any]) -> None:
         [
             ("Training loss", _widgets.number(run, "last_train_loss"), "Of the last step."),
             ("Test accuracy", _widgets.number(run, "last_test_accuracy", "fraction"), f"Best so far: {best}."),
-            ("Ratio, whole graph", _widgets.number(run, "compression_ratio", "x"), "Saved by held bytes, last epoch."),
-            ("Ratio, conv inputs", _widgets.number(run, "conv_input_ratio", "x"), "The same, convolution inputs."),
+            (
+                "Graph ratio",
+                _widgets.number(run, "compression_ratio", "x"),
+                RATIO_HELP["graph"],
+            ),
+            (
+                "Conv ratio",
+                _widgets.number(run, "conv_input_ratio", "x"),
+                RATIO_HELP["conv"],
+            ),
             ("Peak on GPU" if on_gpu else "Peak above start", _widgets.number(run, peak, "bytes"), None),
             ("Step time, shared" if shared else "Step time", _widgets.number(run, "step_seconds", "s"), shared),
         ]
@@ -119,13 +132,11 @@ def _layers() -> None:
         return
     history = queries.layer_frame(run_id)
     if (last["error_bound"] > 0).any():
-        _widgets.chart("Error bound of each layer, first to last", lambda: _charts.bounds(history), key="bounds")
+        _widgets.chart("Error bounds", lambda: _charts.bounds(history), key="bounds")
     factor, unit = _charts.scale(last["saved_bytes"], "bytes")
     shown = last.assign(saved_bytes=last["saved_bytes"] * factor, held_bytes=last["held_bytes"] * factor)
     sigmas = [name for name in SIGMAS if last[name].notna().any()]
-    labels = {
-        name: axis_label(LayerMetrics, name).replace("(bytes)", f"({unit})") for name in (*LAYER_COLUMNS, *sigmas)
-    }
+    labels = {name: _short_label(name).replace("(bytes)", f"({unit})") for name in (*LAYER_COLUMNS, *sigmas)}
     formats = dict.fromkeys(("saved_bytes", "held_bytes", "compression_ratio", "bits_per_value"), "%.2f")
     formats |= dict.fromkeys(("error_bound", *sigmas), "%.3g")
     columns: dict[str, Any] = {
@@ -135,6 +146,11 @@ def _layers() -> None:
     st.dataframe(
         shown[["name", *labels]], column_config={"name": "Layer", **columns}, hide_index=True, height="content"
     )
+
+
+def _short_label(name: str) -> str:
+    """Of "Saved for backward, really held (bytes)" what stands behind the comma: a table has little room."""
+    return axis_label(LayerMetrics, name).rpartition(", ")[2].capitalize()
 
 
 def _option_label(name: str) -> str:

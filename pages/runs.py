@@ -12,20 +12,22 @@ from storage import queries, runs
 PAGE_SIZE = 50
 COLUMNS: dict[str, Any] = {
     "link": st.column_config.LinkColumn("Run", display_text=r"run=(\d+)", width=60, help="Opens in a new tab."),
-    "name": st.column_config.TextColumn("Name", width="medium"),
-    "status": st.column_config.TextColumn("Status", width="small"),
+    "name": st.column_config.TextColumn("Name", width=210),
+    "status": st.column_config.MultiselectColumn(
+        "Status", options=list(_widgets.BADGES), color=[color for _, color in _widgets.BADGES.values()], width=95
+    ),
     "progress": st.column_config.ProgressColumn("Progress", format="percent", min_value=0.0, max_value=1.0, width=90),
-    "last_test_accuracy": st.column_config.NumberColumn("Test accuracy", format="%.2f %%", width="small"),
+    "last_test_accuracy": st.column_config.NumberColumn("Accuracy", format="%.2f %%", help="On test images.", width=90),
     "compression_ratio": st.column_config.NumberColumn("Ratio", format="%.2fx", help="Of the whole graph.", width=80),
     "max_held_bytes": st.column_config.NumberColumn("Held", format="%.1f MiB", help="For backward, at most.", width=90),
     "peak_rss_above_start_bytes": st.column_config.NumberColumn(
         "Peak", format="%.0f MiB", help="Resident memory above the start.", width=90
     ),
     "step_seconds": st.column_config.NumberColumn("Step", format="%.3f s", width=80),
+    "policy": st.column_config.TextColumn("Policy", width=90),
+    "dataset": st.column_config.TextColumn("Data set", width=100),
+    "model": st.column_config.TextColumn("Network", width=90),
     "timings_shared": st.column_config.CheckboxColumn("Shared", help="Step time beside other runs.", width=70),
-    "policy": "Policy",
-    "dataset": "Data set",
-    "model": "Network",
     "created_at": st.column_config.DatetimeColumn("Created", format="YYYY-MM-DD HH:mm"),
 }
 
@@ -33,6 +35,7 @@ COLUMNS: dict[str, Any] = {
 def _table(found: pd.DataFrame) -> pd.DataFrame:
     shown = found.assign(
         link=[f"run_detail?run={run_id}" for run_id in found["id"]],
+        status=pd.Series([[status] for status in found["status"]], index=found.index, dtype="object"),
         progress=(found["last_step"] / found["num_steps_total"]).clip(0, 1),
         last_test_accuracy=found["last_test_accuracy"] * 100,
         max_held_bytes=found["max_held_bytes"] / 2**20,
@@ -79,7 +82,7 @@ def _list() -> None:
     bar = st.container()
     picked = st.dataframe(
         _table(found), column_config=COLUMNS, hide_index=True, height="content", on_select="rerun",
-        selection_mode="multi-row", key=f"table-{'-'.join(map(str, ids))}",
+        selection_mode="multi-row", placeholder="–", key=f"table-{'-'.join(map(str, ids))}",
     )  # fmt: skip
     with bar:
         _actions(found.iloc[[row for row in picked["selection"]["rows"] if row < len(found)]])
@@ -103,7 +106,8 @@ model, dataset, policy = (
         places[2:], ("model", "dataset", "policy"), ("Network", "Data set", "Policy"), strict=True
     )
 )
-filters: dict[str, Any] = dict(status=status, model=model or "", dataset=dataset or "", policy=policy or "", search=search)
+filters: dict[str, Any] = dict(search=search, status=status)
+filters |= dict(model=model or "", dataset=dataset or "", policy=policy or "")
 total = queries.count_runs(**filters)
 if not total:
     st.info("No run passes these filters. Clear one of them to see more.", icon=":material/filter_alt_off:")
