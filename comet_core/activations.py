@@ -418,7 +418,7 @@ class AttributionMode(TorchFunctionMode):
 
 
 def _in_backward() -> bool:
-    """Whether this thread runs a backward pass: a forward in it recomputes a checkpoint, whose own hooks must see it."""
+    """Whether this thread runs a backward pass: a forward in it recomputes a checkpoint under hooks of its own."""
     return torch._C._current_graph_task_id() != -1
 
 
