@@ -17,10 +17,12 @@ LIBRARIES = ("torch", "torchvision", "numba", "zstandard", "streamlit", "plotly"
 
 
 def _database() -> str:
-    """Where the database is, without user and password."""
+    """Where the database is, without user, password and options."""
     given = urlsplit(os.environ.get("COMET_DATABASE_URL", ""))
     if not given.scheme:
         return str(comet_home() / "comet.db")
+    if given.scheme.startswith("sqlite"):
+        return given.path.removeprefix("/")
     port = f":{given.port}" if given.port else ""
     return f"{given.scheme}://{given.hostname or ''}{port}{given.path}"
 
