@@ -1,7 +1,7 @@
 """Current and peak bytes on CPU and CUDA, one interface, the source of each figure in its name.
 
 Linux keeps a high-water mark of resident memory for each process and sets it back when "5" is written to
-/proc/self/clear_refs: that is how each iteration gets a peak of its own. Memory sampled between steps would miss it, and
+/proc/self/clear_refs: that gives each iteration a peak of its own. Memory sampled between steps would miss it, and
 getrusage's `ru_maxrss` only ever grows. Where there is nothing better (macOS) `ru_maxrss` is given all the same, and
 `source` says so. Child processes (a DataLoader's workers) count with what they share with nobody, at the moment of
 asking: their resident size would count forked pages twice.

@@ -1,0 +1,25 @@
+"""Where images come from, by name; all become one `Dataset`."""
+
+from collections.abc import Callable
+
+from comet_core.config import RunConfig
+from comet_core.datasets import cifar10, digits, fashion_mnist, image_folder
+from comet_core.datasets.base import Dataset, DatasetError, Images
+
+DATASETS: dict[str, Callable[[RunConfig], Images]] = {
+    "digits": digits.load,
+    "fashion_mnist": fashion_mnist.load,
+    "cifar10": cifar10.load,
+    "image_folder": image_folder.load,
+}
+
+
+def load_dataset(config: RunConfig) -> Dataset:
+    """Load what `config` names. Raises DatasetError (a ValueError) with a sentence where it cannot be trained on."""
+    dataset = Dataset(DATASETS[config.dataset](config), config)
+    if config.batch_size > len(dataset.train_labels):
+        raise DatasetError(
+            f"batch_size is {config.batch_size:,}, but there are {len(dataset.train_labels):,} training images; "
+            "choose a smaller batch."
+        )
+    return dataset

@@ -1,0 +1,48 @@
+"""Fashion-MNIST: 70,000 images of clothing, 28x28; from Debian's package where installed, else by a download."""
+
+import gzip
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from comet_core.config import RunConfig, comet_home
+from comet_core.datasets.base import DatasetError, Images
+
+CLASSES = ["T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+_NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+
+
+def load(config: RunConfig) -> Images:
+    folder = DEBIAN_FOLDER if DEBIAN_FOLDER.is_dir() else _downloaded()
+    train_images, train_labels, test_images, test_labels = (read_idx(folder / f"{name}-ubyte.gz") for name in _NAMES)
+    return Images(
+        train_images=train_images.unsqueeze(1), train_labels=train_labels.long(),
+        test_images=test_images.unsqueeze(1), test_labels=test_labels.long(), classes=CLASSES,
+    )  # fmt: skip
+
+
+def read_idx(path: Path) -> Tensor:
+    """A gzipped IDX file of bytes as a tensor. Raises DatasetError where it is missing or damaged."""
+    try:
+        data = gzip.decompress(path.read_bytes())
+        num_dims = data[3]
+        shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims)]
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=4 + 4 * num_dims).view(shape).clone()
+    except (OSError, EOFError, IndexError, ValueError, RuntimeError) as error:
+        raise DatasetError(f"{path} is missing or no gzipped IDX file ({error}); install it again.") from error
+
+
+def _downloaded() -> Path:
+    from torchvision.datasets import FashionMNIST
+
+    root = comet_home() / "datasets"
+    try:
+        FashionMNIST(str(root), download=True)
+    except (OSError, RuntimeError) as error:
+        raise DatasetError(
+            f"fashion_mnist is not at {DEBIAN_FOLDER} and could not be downloaded ({error}); install the Debian "
+            "package dataset-fashion-mnist, or check the network."
+        ) from error
+    return root / "FashionMNIST" / "raw"
