@@ -74,6 +74,7 @@ def train(
         collect_every=config.collect_every,
         codec=config.codec,
         recorder=recorder,
+        tune_allocator=False,  # whoever starts the process has set it up: it counts from the first allocation on
     ) as session:
         stopped = False
         for epoch in range(1, config.epochs + 1):
