@@ -234,7 +234,8 @@ def save_upload(data: bytes | BinaryIO, filename: str) -> str:
 def check_dataset(config: RunConfig) -> dict[str, Any]:
     """Read a configuration's data set once, in a process of its own: counts and classes, as `data-check` prints them.
 
-    Raises ValueError with a sentence about what is wrong with the data, RuntimeError where the check itself broke.
+    Raises ValueError with a sentence about what is wrong with the data, RuntimeError where the check itself broke. A
+    refused upload is removed, unless a run uses it.
     """
     changed = {name: value for name, value in config.to_dict().items() if value != FIELDS[name].default}
     settings = [part for name, value in changed.items() for part in ("--set", f"{name}={value}")]
@@ -245,8 +246,17 @@ def check_dataset(config: RunConfig) -> dict[str, Any]:
     except json.JSONDecodeError:
         raise RuntimeError(f"The check of the data set broke: {done.stderr.strip()[-1000:]}") from None
     if not answer["ok"]:
+        upload = Path(config.dataset_path)
+        if upload.parent == uploads_dir() and not _is_used(upload):
+            upload.unlink(missing_ok=True)
         raise ValueError(answer["error"])
     return answer
+
+
+def _is_used(upload: Path) -> bool:
+    uses = Run.config.contains(json.dumps(str(upload)), autoescape=True)
+    with session() as reading:
+        return reading.scalar(select(Run.id).where(uses).limit(1)) is not None
 
 
 def _add(writing: Session, config: RunConfig) -> Run:

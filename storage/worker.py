@@ -77,8 +77,8 @@ def _train(run_id: int, stop: threading.Event) -> Callable[[], None]:
         trainer.train(config, recorder, should_stop=should_stop, progress=progress, on_start=on_start)
     except BaseException as error:
         traceback.print_exc()
-        sentence = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return partial(runs.fail, run_id, sentence)
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return partial(runs.fail, run_id, str(error) if isinstance(error, ValueError) else first_line)
     finally:
         recorder.close()
     return partial(runs.mark_stopped if heeded else runs.finish, run_id)

@@ -1,11 +1,6 @@
-"""The life of a run, on both databases; uploads and the check of the data."""
+"""The life of a run, on both databases."""
 
-import io
-import json
-import subprocess
 import time
-import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -156,40 +151,3 @@ def test_only_a_run_without_a_process_can_be_deleted(started_run):
 def test_a_run_that_does_not_exist_is_named(change):
     with pytest.raises(runs.RunStateError, match="There is no run 404"):
         change(404)
-
-
-def images(*names: str) -> bytes:
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w") as archive:
-        for name in names:
-            archive.writestr(name, b"")
-    return data.getvalue()
-
-
-def test_an_upload_is_kept_under_a_name_of_its_content(comet_home):
-    data = images("train/cat/1.png")
-    path = runs.save_upload(data, "../../My  cats & dogs.zip")
-    assert path == runs.save_upload(io.BytesIO(data), "../../My  cats & dogs.zip")
-    assert path.startswith(str(comet_home / "uploads" / "My-cats-dogs-")) and Path(path).read_bytes() == data
-    assert runs.save_upload(images("train/dog/1.png"), "../../My  cats & dogs.zip") != path
-    assert len(list(runs.uploads_dir().iterdir())) == 2
-
-
-def test_what_is_no_zip_is_refused_and_leaves_nothing():
-    with pytest.raises(ValueError, match=r"'cats.zip' is no zip file; upload a .zip with train"):
-        runs.save_upload(b"PK\x03\x04 not really", "cats.zip")
-    assert list(runs.uploads_dir().iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("printed", "error", "sentence"),
-    [
-        (json.dumps({"ok": False, "error": "images.zip has one class, cats."}), ValueError, "has one class, cats"),
-        ("", RuntimeError, "The check of the data set broke"),
-    ],
-)
-def test_a_data_set_that_is_refused_says_why(monkeypatch, printed, error, sentence):
-    answer = subprocess.CompletedProcess([], 0, stdout=printed, stderr="Traceback")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-    with pytest.raises(error, match=sentence):
-        runs.check_dataset(RunConfig())

@@ -27,6 +27,8 @@ ENDLESS: dict[str, Any] = {"epochs": 10_000, "batch_size": 32, "num_threads": 1}
 def until(reached: Callable[[], bool], seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
+        failed = [run_id for run_id, status in statuses().items() if status == "failed"]
+        assert not failed, queries.log_tail(failed[0])
         assert time.monotonic() < deadline, f"{what} did not come within {seconds} s; runs: {statuses()}"
         time.sleep(0.1)
 
@@ -42,9 +44,15 @@ def row(run_id: int) -> dict:
     return found
 
 
+@pytest.fixture(scope="module")
+def compiled_kernels(tmp_path_factory):
+    return tmp_path_factory.mktemp("numba")
+
+
 @pytest.fixture
-def start_scheduler(comet_home):
+def start_scheduler(comet_home, compiled_kernels):
     """A function that starts `python -m storage scheduler`; it and all training processes end with the test."""
+    (comet_home / "numba").symlink_to(compiled_kernels)  # compile once, not in each test
     started: list[subprocess.Popen[bytes]] = []
 
     def start(slots: int) -> subprocess.Popen:
@@ -66,7 +74,7 @@ def start_scheduler(comet_home):
 def test_twins_train_one_after_the_other_and_their_history_is_kept(start_scheduler):
     compressed, baseline = runs.create_twins(RunConfig(**QUICK))
     start_scheduler(slots=1)
-    until(lambda: set(statuses().values()) == {"finished"}, 60, "the end of both")
+    until(lambda: set(statuses().values()) == {"finished"}, 180, "the end of both")
     for run_id in (compressed, baseline):
         found = row(run_id)
         assert (found["last_step"], found["num_steps_total"], found["error"]) == (3, 3, None)
@@ -86,7 +94,7 @@ def test_a_killed_run_is_lost_a_living_one_is_found_again_and_can_be_stopped(sta
     killed, living = (runs.create_run(RunConfig(**ENDLESS, seed=seed)) for seed in (1, 2))
     waiting = runs.create_run(RunConfig(**ENDLESS, seed=3))
     first = start_scheduler(slots=2)
-    until(lambda: statuses() == {killed: "running", living: "running", waiting: "queued"}, 60, "training")
+    until(lambda: statuses() == {killed: "running", living: "running", waiting: "queued"}, 120, "training")
     assert row(killed)["timings_shared"] and row(living)["timings_shared"]
     runs.request_stop(waiting)
 
@@ -103,9 +111,9 @@ def test_a_killed_run_is_lost_a_living_one_is_found_again_and_can_be_stopped(sta
     assert (row(living)["status"], row(living)["pid"]) == ("running", pid)
     assert psutil.pid_exists(pid)
 
-    until(lambda: (row(living)["last_step"] or 0) > 0, 30, "the first step")
+    until(lambda: (row(living)["last_step"] or 0) > 0, 90, "the first step")
     assert runs.request_stop(living) == "stopping"
-    until(lambda: statuses()[living] == "stopped", 30, "the stop")
+    until(lambda: statuses()[living] == "stopped", 40, "the stop")
     until(lambda: not [p for p in psutil.process_iter() if _group(p.pid) == pid], 10, "the end of all its processes")
     assert len(queries.step_frame(living)) == row(living)["last_step"]
     assert statuses() == {killed: "lost", living: "stopped", waiting: "stopped"}
@@ -123,7 +131,10 @@ def test_a_run_that_cannot_train_fails_with_one_sentence(start_scheduler, tmp_pa
     missing = str(tmp_path / "nothing-here")
     run_id = runs.create_run(RunConfig(dataset="image_folder", dataset_path=missing))
     start_scheduler(slots=1)
-    until(lambda: statuses()[run_id] == "failed", 60, "the failure")
+    deadline = time.monotonic() + 120
+    while statuses()[run_id] != "failed":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert missing in row(run_id)["error"] and "\n" not in row(run_id)["error"]
     assert "Traceback" in queries.log_tail(run_id)
 
