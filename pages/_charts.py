@@ -140,7 +140,7 @@ def lines(curves: Sequence[Curve], height: int = 300) -> go.Figure:
 
 
 def bounds(layers: pd.DataFrame, height: int = 340) -> go.Figure:
-    """Error bound of every layer over the step, on a log axis; colours run through the network from first to last."""
+    """Error bound of every layer over the step, on a log axis; colours run through the layers in their order."""
     bounded = layers[layers["error_bound"] > 0]
     figure = go.Figure()
     names = list(dict.fromkeys(bounded["name"]))
@@ -151,12 +151,20 @@ def bounds(layers: pd.DataFrame, height: int = 340) -> go.Figure:
             x=rows["step"], y=rows["error_bound"], mode="lines+markers", name=plain(middle_cut(name)),
             line=dict(color=_between(COLORS[0], COLORS[4], depth), width=1.5, shape="hv"), marker_size=4,
             )  # fmt: skip
-    _frame_it(figure, height, f"{axis_label(LayerMetrics, 'error_bound')} of each layer, first to last")
+    _frame_it(figure, height, f"{axis_label(LayerMetrics, 'error_bound')} of each layer")
     figure.update_xaxes(title_text=axis_label(LayerMetrics, "step"))
-    figure.update_yaxes(type="log", tickformat="~g")
+    figure.update_yaxes(type="log", tickformat="~g", tickvals=_log_ticks(bounded["error_bound"]))
     figure.update_layout(showlegend=False, hovermode="closest")
     figure.update_traces(hovertemplate="%{fullData.name}<br>step %{x}: bound %{y:.3~g}<extra></extra>")
     return figure
+
+
+def _log_ticks(values: pd.Series) -> list[float]:
+    """1, 2, 5 of every decade in sight; of more than three decades 1 alone."""
+    if values.empty:
+        return []
+    low, high = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
+    return [m * 10.0**power for power in range(low, high + 1) for m in ((1, 2, 5) if high - low <= 3 else (1,))]
 
 
 def pareto(cost: Sequence[float] | pd.Series, value: Sequence[float] | pd.Series) -> np.ndarray:

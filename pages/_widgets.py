@@ -125,9 +125,10 @@ def progress(run: Mapping[str, Any] | pd.Series) -> None:
     elif not done:
         st.progress(0.0, f"first step of {total:,.0f}")
     else:
-        left = f", about {_charts.number_text(seconds / done * (total - done), 's')} left" if seconds else ""
+        left = _charts.number_text((seconds or 0.0) / done * (total - done), "s")
+        rest = f"about {left} left" if done < total else "looking at the test images"
         epoch = measured(run, "last_epoch")
-        st.progress(min(1.0, done / total), f"step {done:,.0f} of {total:,.0f}, epoch {epoch or 1:.0f}{left}")
+        st.progress(min(1.0, done / total), f"step {done:,.0f} of {total:,.0f}, epoch {epoch or 1:.0f}, {rest}")
 
 
 def scheduler_notice() -> None:

@@ -1,6 +1,7 @@
 """What should be trained, on which images, and with how much memory?"""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -55,7 +56,8 @@ def _take_upload() -> None:
     st.session_state[_key("dataset_path")], st.session_state["upload_problem"] = "", ""
     if given is not None:
         try:
-            st.session_state[_key("dataset_path")] = runs.save_upload(given, given.name)
+            path = runs.save_upload(given, given.name)
+            st.session_state[_key("dataset_path")] = st.session_state["upload_path"] = path
         except ValueError as error:
             st.session_state["upload_problem"] = str(error)
 
@@ -91,7 +93,7 @@ def _help(facts: Any) -> str:
 
 def _group(group: str) -> None:
     """A card of inputs. The menus that decide which others matter come first in their group."""
-    st.markdown(f"##### :material/{ICONS[group]}: {group}")
+    st.markdown(f"##### :material/{ICONS[group]}: {group}", anchors=False)
     columns: list[Any] = []
     for name, entry in FIELDS.items():
         if entry.metadata["group"] == group and _relevant(values).get(name, True) and name != "dataset_path":
@@ -113,21 +115,40 @@ def _images() -> None:
         places["check"] = st.container()
 
 
+def _restore_upload(path: str) -> None:
+    """A refused upload is gone from the disk; with other options the same file may do."""
+    given = st.session_state.get("upload")
+    if given is not None and path == st.session_state.get("upload_path") and not Path(path).exists():
+        given.seek(0)
+        runs.save_upload(given, given.name)
+
+
 @st.cache_data(ttl=600, max_entries=50, show_spinner=False)
-def _checked(config: RunConfig) -> dict[str, Any]:
-    return runs.check_dataset(config)
+def _answer(config: RunConfig) -> dict[str, Any]:
+    _restore_upload(config.dataset_path)
+    try:
+        return runs.check_dataset(config)
+    except ValueError as error:
+        return {"error": str(error)}
 
 
-def _check(config: RunConfig) -> dict[str, Any]:
-    """What the data set holds. Raises ValueError with a sentence where it cannot be used."""
+def _check(config: RunConfig, again: bool) -> dict[str, Any]:
+    """What the data set holds. Raises ValueError with a sentence where it cannot be used; `again`: look once more."""
     part = config_from_dict({name: getattr(config, name) for name in CHECK_FIELDS})
     with st.spinner("Looking through the images"):
-        return _checked(part)
+        answer = _answer(part)
+        if again and "error" in answer:
+            _answer.clear(part)
+            answer = _answer(part)
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer
 
 
 def _show_data(found: dict[str, Any]) -> None:
     st.success(
-        f"{len(found['classes'])} classes, {found['num_train']:,} training and {found['num_test']:,} test images.",
+        f"{len(found['classes'])} classes, {found['num_train']:,} training and {found['num_test']:,} test images "
+        f"of {found['image_size']}x{found['image_size']} pixels.",
         icon=":material/check:",
     )
     st.caption(_widgets.plain(", ".join(_charts.middle_cut(str(name), 24) for name in found["classes"][:20])))
@@ -167,7 +188,7 @@ with form:
 
 values = {name: value if _relevant(values).get(name, True) else FIELDS[name].default for name, value in values.items()}
 with side, st.container(border=True):
-    st.markdown("##### Launch")
+    st.markdown("##### Launch", anchors=False)
     st.caption("The twin is the same run without compression: what compression saves and costs is measured against it.")
     is_baseline = values["policy"] == "baseline"
     with_twin = st.button(
@@ -182,10 +203,11 @@ try:
     config = config_from_dict(values)
     if pressed or config.dataset == "image_folder":
         with places.get("check", answer):
-            found = _check(config)
+            found = _check(config, again=pressed)
             if "check" in places:
                 _show_data(found)
     if pressed:
+        _restore_upload(config.dataset_path)
         st.session_state["launched"] = runs.create_twins(config) if with_twin else (runs.create_run(config),)
 except ConfigError as error:
     for name, sentence in error.problems.items():

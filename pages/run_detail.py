@@ -16,6 +16,7 @@ RATIO_HELP = {
     "graph": "Uncompressed by really held bytes of all saved tensors, in the last epoch.",
     "conv": "Uncompressed by really held bytes of convolution inputs alone, in the last epoch.",
 }
+SPREAD = " (standard deviation)"
 SIGMAS = ("predicted_sigma", "measured_sigma", "target_sigma")
 
 
@@ -140,11 +141,17 @@ def _layers() -> None:
     formats = dict.fromkeys(("saved_bytes", "held_bytes", "compression_ratio", "bits_per_value"), "%.2f")
     formats |= dict.fromkeys(("error_bound", *sigmas), "%.3g")
     columns: dict[str, Any] = {
-        name: st.column_config.NumberColumn(label, format=formats[name]) if name in formats else label
+        name: st.column_config.NumberColumn(label.removesuffix(SPREAD), format=formats[name], help=label)
+        if name in formats
+        else label
         for name, label in labels.items()
     }
     st.dataframe(
-        shown[["name", *labels]], column_config={"name": "Layer", **columns}, hide_index=True, height="content"
+        shown[["name", *labels]],
+        column_config={"name": "Layer", **columns},
+        hide_index=True,
+        height=520,
+        placeholder="–",
     )
 
 

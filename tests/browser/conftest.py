@@ -22,6 +22,7 @@ from playwright.sync_api import Page, expect
 ROOT = Path(__file__).resolve().parents[2]
 ARTIFACTS = Path(os.environ.get("COMET_ARTIFACTS") or Path(__file__).parent / "artifacts")
 START_SECONDS = 60
+expect.set_options(timeout=30_000)  # two cores train while the pages answer
 # Streamlit looks for its server below the page's own address first, and finds it one level up.
 HARMLESS = re.compile(r"/[a-z_]+/_stcore/(health|host-config)$")
 
@@ -89,7 +90,7 @@ def page(page: Page) -> Iterator[Page]:
     page.on("console", heard)
     page.on("pageerror", lambda error: complaints.append(f"{error}"))
     page.on("request", asked)
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(30_000)
     yield page
     assert complaints == []
 

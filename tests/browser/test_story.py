@@ -17,7 +17,7 @@ from tests.browser.conftest import Lab, picture, serve, settled
 pytestmark = pytest.mark.browser
 
 NUM_STEPS = 12
-TRAINING_MS = 150_000
+TRAINING_MS = 120_000
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_wrong_zip_is_refused_with_a_sentence_and_leaves_nothing(content, page
     else:
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("train/cat/1.png" if content == "one class" else "../evil/1.png", b"no image")
-        sentence = "class" if content == "one class" else "evil"
+        sentence = "has one class, 'cat'" if content == "one class" else "../evil"
     upload(page, lab, file)
     expect(page.get_by_role("alert").filter(has_text=sentence)).to_be_visible()
     page.get_by_role("button", name="Launch with baseline twin").click()
@@ -78,6 +78,7 @@ def test_a_wrong_zip_is_refused_with_a_sentence_and_leaves_nothing(content, page
     settled(page)
     picture(page, f"refused_{content.replace(' ', '_')}")
     assert rows(lab, "select * from runs") == []
+    assert list((lab.home / "uploads").iterdir()) == []
 
 
 def test_upload_launch_watch_compare(page: Page, lab: Lab, images: Path):
@@ -87,6 +88,7 @@ def test_upload_launch_watch_compare(page: Page, lab: Lab, images: Path):
     )
     fill(page, "Epochs", "1")
     fill(page, "Steps an epoch at most (steps)", str(NUM_STEPS))
+    fill(page, "Batch size (images)", "64")
     fill(page, "Name", "first <b>try</b>")
     picture(page, "new_run")
     page.get_by_role("button", name="Launch with baseline twin").click()

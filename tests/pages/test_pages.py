@@ -13,7 +13,7 @@ from tests.pages import seeds
 
 PAGES = ("home.py", "new_run.py", "runs.py", "run_detail.py", "compare.py", "trade_offs.py", "about.py")
 ROOT = Path(__file__).resolve().parents[2]
-FOUND = {"classes": ["cat", "dog"], "num_train": 40, "num_test": 10}
+FOUND = {"classes": ["cat", "dog"], "num_train": 40, "num_test": 10, "image_size": 32}
 
 
 def texts(app: AppTest) -> str:
@@ -77,7 +77,7 @@ def test_a_run_shows_its_figures_and_curves(open_page, lab):
     titles = [chart["layout"]["title"]["text"] for chart in charts(app)]
     assert titles == [
         "Saved for backward (MiB)", "Loss", "Compression ratio (x)", "Accuracy (%)",
-        "Peak resident memory of the process (MiB)", "Error bound of each layer, first to last",
+        "Peak resident memory of the process (MiB)", "Error bound of each layer",
     ]  # fmt: skip
     tables = [table.value for table in app.dataframe]
     assert tables[0]["name"].tolist() == [f"layer{place}.conv1" for place in range(1, 8)]
@@ -263,6 +263,6 @@ def test_image_folder_needs_a_path_and_shows_what_it_holds(open_page, images):
     press(app, "Launch")
     assert "dataset\\_path is empty" in texts(app)
     app.text_input(key="new_dataset_path").set_value("/data/images.zip").run()
-    assert "2 classes, 40 training and 10 test images." in texts(app)
+    assert "2 classes, 40 training and 10 test images of 32x32 pixels." in texts(app)
     press(app, "Launch")
     assert queries.run(1)["config"]["dataset_path"] == "/data/images.zip"
