@@ -106,8 +106,8 @@ def _check(run: RunConfig, *, as_json: bool) -> int:
 
     data = load_dataset(run)
     facts = {
-        "num_train": len(data.train_labels),
-        "num_test": len(data.test_labels),
+        "num_train": data.num_train,
+        "num_test": data.num_test,
         "num_classes": data.num_classes,
         "classes": data.classes,
         "image_size": data.image_size,

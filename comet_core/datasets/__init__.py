@@ -17,9 +17,9 @@ DATASETS: dict[str, Callable[[RunConfig], Images]] = {
 def load_dataset(config: RunConfig) -> Dataset:
     """Load what `config` names. Raises DatasetError (a ValueError) with a sentence where it cannot be trained on."""
     dataset = Dataset(DATASETS[config.dataset](config), config)
-    if config.batch_size > len(dataset.train_labels):
+    if config.batch_size > dataset.num_train:
         raise DatasetError(
-            f"batch_size is {config.batch_size:,}, but there are {len(dataset.train_labels):,} training images; "
+            f"batch_size is {config.batch_size:,}, but there are {dataset.num_train:,} training images; "
             "choose a smaller batch."
         )
     return dataset

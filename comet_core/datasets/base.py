@@ -1,32 +1,51 @@
 """`Images`, what a source gives, and `Dataset`, the seeded batches that a run trains on.
 
 Everything random comes from generators of the seed and the epoch: order, crops and flips do not depend on the policy,
-so that twins see equal batches. Images stay uint8 in memory and become float32 a batch at a time.
+so that twins see equal batches. Images stay uint8, in memory or in their files, and become float32 a batch at a time.
+Crops, flips and normalisation happen here in either case, so that streamed batches equal those from memory.
 """
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from comet_core.config import RunConfig
 
 TEST_BATCH = 500
+MOST_WORKERS = 4  # processes that decode streamed images
 
 
 class DatasetError(ValueError):
     """A sentence: what is wrong with the data, where, and what is allowed."""
 
 
+class StreamedImages(Protocol):
+    """Images that are decoded when asked for, in the DataLoader's workers: it is pickled to get there."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, places: list[int]) -> np.ndarray | DatasetError:
+        """uint8 (B, C, S, S). An error is returned: raised in a worker it would come back as a traceback's text."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """uint8 images (N, C, H, W), square, and int64 labels (N,) that index `classes`."""
 
-    train_images: Tensor
+    train_images: Tensor | StreamedImages
     train_labels: Tensor
-    test_images: Tensor
+    test_images: Tensor | StreamedImages
     test_labels: Tensor
     classes: list[str]
 
@@ -38,11 +57,17 @@ class Dataset:
         self.classes = images.classes
         self._config = config
         size = config.image_size or images.train_images.shape[-1]
-        self.train_images, self.test_images = resized(images.train_images, size), resized(images.test_images, size)
-        self.train_labels, self.test_labels = images.train_labels, images.test_labels
-        values = self.train_images[:: max(1, len(self.train_images) // 10_000)].float()
-        self._mean = values.mean((0, 2, 3), keepdim=True)
-        self._std = values.std((0, 2, 3), keepdim=True).clamp_min(1.0)
+        self._train_images, self._test_images = resized(images.train_images, size), resized(images.test_images, size)
+        self._train_labels, self._test_labels = images.train_labels, images.test_labels
+        self._mean, self._std = mean_and_std(self._train_images)
+
+    @property
+    def num_train(self) -> int:
+        return len(self._train_labels)
+
+    @property
+    def num_test(self) -> int:
+        return len(self._test_labels)
 
     @property
     def num_classes(self) -> int:
@@ -50,35 +75,78 @@ class Dataset:
 
     @property
     def num_channels(self) -> int:
-        return self.train_images.shape[1]
+        return self._train_images.shape[1]
 
     @property
     def image_size(self) -> int:
-        return self.train_images.shape[-1]
+        return self._train_images.shape[-1]
 
     @property
     def steps_per_epoch(self) -> int:
-        full = -(-len(self.train_labels) // self._config.batch_size)
+        full = -(-self.num_train // self._config.batch_size)
         return min(full, self._config.max_steps_per_epoch or full)
 
     def train_batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One pass in the order of this epoch (1 is the first); the last batch may be smaller."""
         generator = torch.Generator().manual_seed(self._config.seed * 100_003 + epoch)
-        order = torch.randperm(len(self.train_labels), generator=generator)
-        size = self._config.batch_size
-        for step in range(self.steps_per_epoch):
-            chosen = order[step * size : (step + 1) * size]
-            images = self.train_images[chosen]
+        order = torch.randperm(self.num_train, generator=generator)
+        batches = order.split(self._config.batch_size)[: self.steps_per_epoch]
+        for chosen, images in zip(batches, read(self._train_images, batches), strict=True):
             if self._config.augment:
                 images = cropped_and_flipped(images, generator)
-            yield self._normalised(images), self.train_labels[chosen]
+            yield self._normalised(images), self._train_labels[chosen]
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, labels in zip(self.test_images.split(TEST_BATCH), self.test_labels.split(TEST_BATCH), strict=True):
-            yield self._normalised(images), labels
+        batches = torch.arange(self.num_test).split(TEST_BATCH)
+        for chosen, images in zip(batches, read(self._test_images, batches), strict=True):
+            yield self._normalised(images), self._test_labels[chosen]
 
     def _normalised(self, images: Tensor) -> Tensor:
         return images.float().sub_(self._mean).div_(self._std)
+
+
+def read(images: Tensor | StreamedImages, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The uint8 images of each batch of places: from memory, or decoded a few batches ahead by other processes."""
+    if isinstance(images, Tensor):
+        yield from (images[chosen] for chosen in batches)
+        return
+    workers = min(MOST_WORKERS, torch.get_num_threads() - 1)  # the threads are this run's share of the cores
+    loader: DataLoader[np.ndarray | DatasetError] = DataLoader(
+        images,  # type: ignore[arg-type]
+        batch_sampler=[chosen.tolist() for chosen in batches],
+        collate_fn=_as_it_comes,
+        num_workers=workers,
+        worker_init_fn=_ignore_stop,
+        multiprocessing_context="forkserver" if workers else None,  # a fork would copy locked locks and CUDA's state
+        generator=torch.Generator(),  # else it draws from the global one, which the weights come from
+    )
+    for found in loader:
+        if isinstance(found, DatasetError):
+            raise found
+        yield torch.from_numpy(found)
+
+
+def _as_it_comes(found: Any) -> Any:
+    return found  # an array goes through a pipe; as a tensor it would need shared memory, 64 MiB in a container
+
+
+def _ignore_stop(worker: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group, but the trainer ends its step first
+        signal.signal(number, signal.SIG_IGN)
+
+
+def mean_and_std(images: Tensor | StreamedImages) -> tuple[Tensor, Tensor]:
+    """Of the values of each channel, as float32 (1, C, 1, 1), from a sample of the images spread over all of them."""
+    sample = 10_000 if isinstance(images, Tensor) else 1000
+    places = torch.arange(0, len(images), max(1, len(images) // sample))
+    counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
+    for part in read(images, places.split(100)):
+        counts += torch.stack([channel.flatten().bincount(minlength=256) for channel in part.unbind(1)])
+    shares = counts / counts.sum(1, keepdim=True)
+    values = torch.arange(256, dtype=torch.float64)
+    mean = shares @ values
+    std = (shares @ values.square() - mean.square()).clamp_min(1.0).sqrt()
+    return mean.float().view(1, -1, 1, 1), std.float().view(1, -1, 1, 1)
 
 
 def cropped_and_flipped(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -94,8 +162,8 @@ def cropped_and_flipped(images: Tensor, generator: torch.Generator) -> Tensor:
     return padded.permute(0, 2, 3, 1)[picked, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
-def resized(images: Tensor, size: int) -> Tensor:
-    if images.shape[-1] == size:
+def resized(images: Tensor | StreamedImages, size: int) -> Tensor | StreamedImages:
+    if images.shape[-1] == size or not isinstance(images, Tensor):  # files are decoded to their size
         return images
     parts = [
         F.interpolate(part.float(), size=(size, size), mode="bilinear", antialias=True).round_().clamp_(0, 255).byte()
@@ -104,8 +172,8 @@ def resized(images: Tensor, size: int) -> Tensor:
     return torch.cat(parts)
 
 
-def split(images: Tensor, labels: Tensor, config: RunConfig, classes: list[str]) -> Images:
-    """Hold out `test_fraction` of every class, chosen by the seed; at least one image on either side."""
+def held_out(labels: Tensor, config: RunConfig, classes: list[str]) -> Tensor:
+    """True where an image is held out for the test: `test_fraction` of every class, chosen by the seed."""
     generator = torch.Generator().manual_seed(config.seed)
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label, name in enumerate(classes):
@@ -117,7 +185,4 @@ def split(images: Tensor, labels: Tensor, config: RunConfig, classes: list[str])
             )
         held = min(max(1, round(config.test_fraction * len(members))), len(members) - 1)
         test[members[torch.randperm(len(members), generator=generator)[:held]]] = True
-    return Images(
-        train_images=images[~test], train_labels=labels[~test], test_images=images[test], test_labels=labels[test],
-        classes=classes,
-    )  # fmt: skip
+    return test

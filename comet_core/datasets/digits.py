@@ -3,7 +3,7 @@
 import torch
 
 from comet_core.config import RunConfig
-from comet_core.datasets.base import Images, split
+from comet_core.datasets.base import Images, held_out
 
 
 def load(config: RunConfig) -> Images:
@@ -11,4 +11,10 @@ def load(config: RunConfig) -> Images:
 
     found = load_digits()
     images = torch.from_numpy(found.images * (255 / 16)).round().byte().unsqueeze(1)
-    return split(images, torch.from_numpy(found.target).long(), config, [str(digit) for digit in range(10)])
+    labels = torch.from_numpy(found.target).long()
+    classes = [str(digit) for digit in range(10)]
+    test = held_out(labels, config, classes)
+    return Images(
+        train_images=images[~test], train_labels=labels[~test], test_images=images[test], test_labels=labels[test],
+        classes=classes,
+    )  # fmt: skip

@@ -1,6 +1,7 @@
 """Fashion-MNIST: 70,000 images of clothing, 28x28; from Debian's package where installed, else by a download."""
 
 import gzip
+import zlib
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ _NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-la
 def load(config: RunConfig) -> Images:
     folder = DEBIAN_FOLDER if DEBIAN_FOLDER.is_dir() else _downloaded()
     train_images, train_labels, test_images, test_labels = (read_idx(folder / f"{name}-ubyte.gz") for name in _NAMES)
+    for images, labels in ((train_images, train_labels), (test_images, test_labels)):
+        if images.dim() != 3 or labels.shape != images.shape[:1] or int(labels.max()) >= len(CLASSES):
+            raise DatasetError(f"images and labels in {folder} do not belong together; install them again.")
     return Images(
         train_images=train_images.unsqueeze(1), train_labels=train_labels.long(),
         test_images=test_images.unsqueeze(1), test_labels=test_labels.long(), classes=CLASSES,
@@ -30,7 +34,7 @@ def read_idx(path: Path) -> Tensor:
         num_dims = data[3]
         shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims)]
         return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=4 + 4 * num_dims).view(shape).clone()
-    except (OSError, EOFError, IndexError, ValueError, RuntimeError) as error:
+    except (OSError, EOFError, zlib.error, IndexError, ValueError, RuntimeError) as error:
         raise DatasetError(f"{path} is missing or no gzipped IDX file ({error}); install it again.") from error
 
 
