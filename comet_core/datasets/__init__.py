@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from comet_core.config import RunConfig
 from comet_core.datasets import cifar10, digits, fashion_mnist, image_folder
-from comet_core.datasets.base import Dataset, DatasetError, Images
+from comet_core.datasets.base import DatasetError, Images
+from comet_core.datasets.batches import Dataset
 
 DATASETS: dict[str, Callable[[RunConfig], Images]] = {
     "digits": digits.load,

@@ -3,7 +3,7 @@
 import torch
 
 from comet_core.config import RunConfig, comet_home
-from comet_core.datasets.base import DatasetError, Images
+from comet_core.datasets.base import DatasetError, Images, alone_in
 
 
 def load(config: RunConfig) -> Images:
@@ -11,10 +11,12 @@ def load(config: RunConfig) -> Images:
 
     root = comet_home() / "datasets"
     try:
-        parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
+        with alone_in(root):
+            parts = [CIFAR10(str(root), train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())  # torchvision's has several lines
         raise DatasetError(
-            f"cifar10 is not in {root} and could not be downloaded ({error}); check the network, or unpack the "
+            f"cifar10 is not in {root} and could not be downloaded ({reason}); check the network, or unpack the "
             "official cifar-10-batches-py there."
         ) from error
     (train_images, train_labels), (test_images, test_labels) = (

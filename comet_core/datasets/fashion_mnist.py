@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from comet_core.config import RunConfig, comet_home
-from comet_core.datasets.base import DatasetError, Images
+from comet_core.datasets.base import DatasetError, Images, alone_in
 
 CLASSES = ["T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
@@ -43,10 +43,12 @@ def _downloaded() -> Path:
 
     root = comet_home() / "datasets"
     try:
-        FashionMNIST(str(root), download=True)
+        with alone_in(root):
+            FashionMNIST(str(root), download=True)
     except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())  # torchvision's has several lines
         raise DatasetError(
-            f"fashion_mnist is not at {DEBIAN_FOLDER} and could not be downloaded ({error}); install the Debian "
+            f"fashion_mnist is not at {DEBIAN_FOLDER} and could not be downloaded ({reason}); install the Debian "
             "package dataset-fashion-mnist, or check the network."
         ) from error
     return root / "FashionMNIST" / "raw"

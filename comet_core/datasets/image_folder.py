@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from comet_core.config import FIELDS, RunConfig
 from comet_core.datasets.base import DatasetError, Images, held_out
-from comet_core.datasets.image_files import SUFFIXES, FolderSource, ImageFiles, Source, ZipSource, opened
+from comet_core.datasets.image_files import ImageFiles, opened
+from comet_core.datasets.image_sources import SUFFIXES, FolderSource, Source, ZipSource
 
 LARGEST_IN_MEMORY_BYTES = 2**30  # of the whole set as uint8; what is larger is streamed
 
@@ -35,11 +36,18 @@ class _Part:
 def load(config: RunConfig) -> Images:
     """Raises DatasetError where the path holds no two classes of images, or an image cannot be read."""
     source = _source(Path(config.dataset_path))
+    try:
+        return _images(source, config)
+    finally:
+        source.close()
+
+
+def _images(source: Source, config: RunConfig) -> Images:
     classes, train, test = _index(source)
+    mode, size = _mode(source, train.names), config.image_size or _size(source, train.names[0])
     if not test.names:
         held = held_out(train.labels, config, classes)
         train, test = train.chosen(~held), train.chosen(held)
-    mode, size = _mode(source, train.names), config.image_size or _size(source, train.names[0])
     train_images, test_images = (ImageFiles(source, part.names, mode, size) for part in (train, test))
     small = (len(train_images) + len(test_images)) * len(mode) * size * size <= LARGEST_IN_MEMORY_BYTES
     return Images(
