@@ -100,7 +100,10 @@ def settled(page: Page) -> None:
     expect(page.get_by_test_id("stException")).to_have_count(0)
     expect(page.locator("[data-testid=stApp][data-test-script-state=notRunning]")).to_be_visible()
     expect(page.locator("[data-testid=stSkeleton], [data-stale=true]")).to_have_count(0)
-    page.wait_for_function("[...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.calcdata)")
+    page.wait_for_function(
+        "[...document.querySelectorAll('[data-testid=stPlotlyChart]')]"
+        ".every(chart => chart.querySelector('.js-plotly-plot')?.calcdata)"
+    )
 
 
 def picture(page: Page, name: str) -> None:

@@ -53,7 +53,7 @@ def curve(page: Page, title: str, name: str) -> dict[str, list[float]]:
     return page.evaluate(
         """([title, name]) => {
             const plot = [...document.querySelectorAll('.js-plotly-plot')]
-                .find(plot => plot.layout.title.text.startsWith(title));
+                .find(plot => plot.layout.title.text.includes(title));
             const trace = plot._fullData.find(trace => trace.name.startsWith(name));
             return {x: [...trace.x], y: [...trace.y]};
         }""",
@@ -103,11 +103,11 @@ def test_upload_launch_watch_compare(page: Page, lab: Lab, images: Path):
     page.get_by_role("link", name=f"#{mine} first <b>try</b>").click()
     expect(page.get_by_role("heading", level=1)).to_have_text(f"#{mine} first <b>try</b>")
     picture(page, "run_live")
-    expect(page.get_by_test_id("stMain").get_by_text("finished", exact=True)).to_be_visible(timeout=TRAINING_MS)
+    expect(page.locator(".stMarkdownBadge")).to_contain_text("finished", timeout=TRAINING_MS)
     expect(page.get_by_role("button", name="Stop")).to_have_count(0)
     picture(page, "run")
     page.goto(f"{lab.url}/run_detail?run={twin}")
-    expect(page.get_by_test_id("stMain").get_by_text("finished", exact=True)).to_be_visible(timeout=TRAINING_MS)
+    expect(page.locator(".stMarkdownBadge")).to_contain_text("finished", timeout=TRAINING_MS)
 
     figures = {row["run_id"]: row for row in rows(lab, "select * from run_summary")}
     assert {row["status"] for row in rows(lab, "select status from runs")} == {"finished"}
