@@ -3,8 +3,8 @@
 Linux keeps a high-water mark of resident memory for each process and sets it back when "5" is written to
 /proc/self/clear_refs: that gives each iteration a peak of its own. Memory sampled between steps would miss it, and
 getrusage's `ru_maxrss` only ever grows. Where there is nothing better (macOS) `ru_maxrss` is given all the same, and
-`source` says so. Child processes (a DataLoader's workers) count with what they share with nobody, at the moment of
-asking: their resident size would count forked pages twice.
+`source` says so. Child processes (a DataLoader's workers) and theirs count with what they share with nobody, at the
+moment of asking: their resident size would count forked pages twice.
 """
 
 import platform
@@ -18,9 +18,9 @@ _PROCESS = Path("/proc/self")
 
 
 def process_rss_bytes() -> int:
-    """Resident memory of this process now, its children not counted."""
+    """Resident memory of this process now, with what its children hold alone: counted as `peak_rss_bytes` is."""
     with suppress(OSError):
-        return int((_PROCESS / "statm").read_text().split()[1]) * resource.getpagesize()
+        return int((_PROCESS / "statm").read_text().split()[1]) * resource.getpagesize() + _children_bytes(_PROCESS)
     import psutil  # here, because on Linux nothing needs it
 
     return int(psutil.Process().memory_info().rss)
@@ -59,7 +59,7 @@ class DeviceMemory:
         """What is held now; None: there is no such memory."""
         cuda = self.device.type == "cuda"
         return {
-            "rss_bytes": process_rss_bytes() + _children_bytes(),
+            "rss_bytes": process_rss_bytes(),
             "allocated_bytes": torch.cuda.memory_allocated(self.device) if cuda else None,
             "reserved_bytes": torch.cuda.memory_reserved(self.device) if cuda else None,
         }
@@ -78,17 +78,19 @@ def _peak_rss_bytes() -> int:
     with suppress(OSError):
         for line in (_PROCESS / "status").read_text().splitlines():
             if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024 + _children_bytes()
+                return int(line.split()[1]) * 1024 + _children_bytes(_PROCESS)
     # bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 
 
-def _children_bytes() -> int:
-    """What child processes hold that nobody else does. Free where there are none, which is asked every iteration."""
+def _children_bytes(process: Path) -> int:
+    """What the processes below hold that nobody else does. Nearly free where there are none: it is asked every step."""
     total = 0
-    for listing in _PROCESS.glob("task/*/children"):
+    for listing in process.glob("task/*/children"):
         with suppress(OSError):  # the thread or the child has ended meanwhile
             for child in listing.read_text().split():
-                mapped = Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()
+                below = Path("/proc", child)
+                mapped = (below / "smaps_rollup").read_text().splitlines()
                 total += sum(int(line.split()[1]) * 1024 for line in mapped if line.startswith("Private_"))
+                total += _children_bytes(below)
     return total
