@@ -84,10 +84,9 @@ def read(images: Tensor | StreamedImages, batches: Sequence[Tensor]) -> Iterator
         yield from (images[chosen] for chosen in batches)
         return
     workers = min(MOST_WORKERS, torch.get_num_threads() - 1)  # the threads are this run's share of the cores
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # a fork of this process would copy locked locks and CUDA's state
-    context.set_forkserver_preload(["torch.utils.data", "PIL.Image"])  # once, not in every worker of every epoch
+    # A fork of this process would copy locked locks and CUDA's state; the server imports once, not in every worker.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.utils.data", "PIL.Image"])
     loader: DataLoader[np.ndarray | DatasetError] = DataLoader(
         images,  # type: ignore[arg-type]
         batch_sampler=[chosen.tolist() for chosen in batches],

@@ -60,20 +60,20 @@ def _images(source: Source, config: RunConfig) -> Images:
 
 
 def _source(path: Path) -> Source:
+    if os.path.isdir(path):  # unlike Path's, false for what the system refuses to look at
+        return FolderSource(path)
+    if not os.path.isfile(path):
+        raise DatasetError(
+            f"dataset_path is {str(path)!r}, which does not exist as a file or folder; give a folder or a .zip."
+        )
     try:
-        if path.is_dir():
-            return FolderSource(path)
-        if not path.exists():
-            raise DatasetError(
-                f"dataset_path is {str(path)!r}, which does not exist; give a folder or a .zip of images."
-            )
         return ZipSource(path, zipfile.ZipFile(path))
-    except zipfile.BadZipFile as error:
+    except OSError as error:
+        raise DatasetError(f"dataset_path is {str(path)!r}, which cannot be read ({error}).") from error
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise DatasetError(
             f"{path.name} is no .zip file ({error}); give a folder or a .zip with a folder of images per class."
         ) from error
-    except (OSError, NotImplementedError) as error:
-        raise DatasetError(f"dataset_path is {str(path)!r}, which cannot be read ({error}).") from error
 
 
 def _index(source: Source) -> tuple[list[str], _Part, _Part]:

@@ -5,6 +5,7 @@ import pickle
 import random
 import struct
 import tarfile
+import threading
 import tracemalloc
 import zipfile
 import zlib
@@ -18,6 +19,7 @@ from PIL import Image
 from benchmarks import make_cifar10_small
 from comet_core.config import RunConfig
 from comet_core.datasets import DatasetError, fashion_mnist, image_folder, image_sources, load_dataset
+from comet_core.datasets.base import alone_in
 from comet_core.datasets.batches import cropped_and_flipped
 from comet_core.models import build_model
 
@@ -123,16 +125,10 @@ def test_values_are_normalised_a_channel_over_the_training_images(tmp_path):
 
 
 def test_one_colour_everywhere_does_not_divide_by_zero(tmp_path):
-    files = {name: picture(0) for name in class_folders()}
-    black = {name: picture_of(0) for name in files}
-    images, _ = next(load(as_folder(tmp_path, black)).train_batches(1))
+    black = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(black, "PNG")
+    images, _ = next(load(as_folder(tmp_path, dict.fromkeys(class_folders(), black.getvalue()))).train_batches(1))
     assert torch.equal(images, torch.zeros_like(images))
-
-
-def picture_of(value: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), (value,) * 3).save(file, "PNG")
-    return file.getvalue()
 
 
 def test_an_epoch_gives_every_image_once_and_keeps_a_smaller_last_batch(tmp_path):
@@ -164,7 +160,7 @@ def test_twins_see_equal_batches_whatever_their_policy_draws_and_epochs_differ(t
 def test_loading_and_reading_leave_the_global_generators_alone(tmp_path, monkeypatch, streamed):
     monkeypatch.setattr(image_folder, "LARGEST_IN_MEMORY_BYTES", 0 if streamed else 2**30)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    all_batches(load(as_folder(tmp_path, class_folders()), augment=True, num_threads=1))
+    all_batches(load(as_folder(tmp_path, class_folders()), augment=True))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
@@ -206,13 +202,15 @@ def test_the_pixels_and_labels_are_those_of_the_files(store):
     [(images, labels)] = dataset.test_batches()
     assert labels.tolist() == [0, 0, 1, 1]
     expected = torch.from_numpy(
-        np.stack([np.asarray(Image.open(io.BytesIO(files[f"test/{name}"]))) for name in TEST_NAMES])
+        np.stack(
+            [
+                np.asarray(Image.open(io.BytesIO(files[f"test/{name}"])))
+                for name in ("cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png")
+            ]
+        )
     ).permute(0, 3, 1, 2)
     raw = images * dataset._std + dataset._mean
     torch.testing.assert_close(raw, expected.float(), atol=1e-3, rtol=0)
-
-
-TEST_NAMES = ("cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png")
 
 
 def test_class_folders_alone_are_split_a_class_by_the_seed(store):
@@ -341,8 +339,16 @@ def test_a_damaged_image_in_a_streamed_set_is_named_by_a_sentence(store, monkeyp
 # --- wrong input ------------------------------------------------------------------------------------------------------
 
 
-def test_a_path_that_is_missing_is_named(tmp_path):
-    assert "nowhere.zip', which does not exist; give a folder or a .zip" in refused(tmp_path / "nowhere.zip")
+@pytest.mark.parametrize("name", ["nowhere.zip", "no\0where.zip", "x" * 300 + ".zip", "pipe"])
+def test_a_path_that_is_no_file_or_folder_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    assert "which does not exist as a file or folder; give a folder or a .zip" in refused(tmp_path / name)
+
+
+def test_a_zip_with_names_in_no_encoding_is_refused(tmp_path):
+    path = as_zip(tmp_path / "set", class_folders() | {"cat/ü.png": picture(1)})
+    path.write_bytes(path.read_bytes().replace("ü".encode(), b"\xff\xff"))
+    assert "set.zip is no .zip file" in refused(path)
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04" + bytes(50)])
@@ -446,6 +452,21 @@ def test_noise_over_an_image_gives_the_image_or_a_sentence(tmp_path):
                 load(path, image_size=8)
             except DatasetError as error:
                 assert "'dog/9.png' in set.zip" in str(error)
+
+
+def test_noise_over_a_zip_gives_the_set_or_a_sentence(tmp_path):
+    chosen = random.Random(0)
+    whole = as_zip(tmp_path / "set", class_folders(per_class=2), compression=zipfile.ZIP_DEFLATED).read_bytes()
+    for start in (0, whole.index(b"PK\x01\x02"), whole.index(b"PK\x05\x06")):
+        for _ in range(100):
+            data = bytearray(whole)
+            for _ in range(3):
+                data[chosen.randrange(start, len(data))] = chosen.randrange(256)
+            (tmp_path / "set.zip").write_bytes(data)
+            try:
+                load(tmp_path / "set.zip")
+            except DatasetError as error:
+                assert "set.zip" in str(error) or "class" in str(error)
 
 
 def test_a_damaged_member_of_a_zip_is_named(tmp_path):
@@ -635,7 +656,7 @@ CIFAR_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
 
 
 def cifar_batches(folder: Path, per_batch: int) -> Path:
-    """The official layout with fewer images: the red channel tells the label, blue counts within the batch."""
+    """The official layout with fewer images; the red channel tells the label."""
     folder = folder / "cifar-10-batches-py"
     folder.mkdir(parents=True)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
@@ -678,6 +699,22 @@ def test_a_download_that_fails_says_what_to_do_and_leaves_nothing(comet_home, mo
     assert not [found for found in comet_home.rglob("*") if found.is_file()]
 
 
+def test_a_second_process_waits_while_one_downloads(tmp_path):
+    order = []
+
+    def second():
+        with alone_in(tmp_path / "new"):
+            order.append("second")
+
+    with alone_in(tmp_path / "new"):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        waiting.join(0.2)
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"]
+
+
 # --- benchmarks/make_cifar10_small.py ---------------------------------------------------------------------------------
 
 
@@ -690,7 +727,7 @@ def test_the_small_cifar10_has_the_files_of_the_readmes_set_and_is_made_alike_ev
     with zipfile.ZipFile(tmp_path / "one.zip") as archive:
         names = archive.namelist()
         assert names == sorted(names) and len(names) == 10 * (2 + 4)
-        with Image.open(archive.open("train/dog/0003.jpg" if "train/dog/0003.jpg" in names else names[-1])) as image:
+        with Image.open(archive.open(names[-1])) as image:
             assert image.size == (32, 32) and image.format == "JPEG"
     dataset = load(tmp_path / "one.zip")
     assert (dataset.num_train, dataset.num_test, dataset.classes) == (40, 20, CIFAR_CLASSES)
