@@ -1,8 +1,8 @@
 """DataFrame in, Plotly figure out: every chart of the lab, and how numbers are written. No Streamlit inside.
 
 A run has one colour and one dash, made from its id, on every page. The colours are Okabe and Ito's, told apart with any
-kind of colour vision; black and yellow are left out, so that all of them show on light and on dark ground. Labels
-come from the metrics' own metadata. Plotly reads a small HTML in its texts: every name passes through `plain`.
+kind of colour vision; without black and yellow and with a lighter blue, so that all show on light and on dark ground.
+Labels come from the metrics' own metadata. Plotly reads a small HTML in its texts: every name passes through `plain`.
 A value that is not finite is a gap with a cross in it; one that was not measured is left out.
 """
 
@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 
 from comet_core.metrics import LayerMetrics, axis_label
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#2A87C8", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 GREY = "#8796A5"
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -131,7 +131,7 @@ def lines(curves: Sequence[Curve], height: int = 300) -> go.Figure:
     for curve in curves:
         _add_curve(figure, curve, factor, shown)
     _frame_it(figure, height + 18 * max(0, len(curves) - 2), f"{label} ({shown})" if shown else label)
-    figure.update_xaxes(title_text=axis_label(curves[0].metric, "step"))
+    figure.update_xaxes(title_text=axis_label(curves[0].metric, "step"), rangemode="tozero")
     figure.update_yaxes(rangemode="tozero" if unit else "normal")
     figure.update_layout(hovermode="x unified", showlegend=len(curves) > 1)
     frames = {id(curve.frame): curve.frame for curve in curves}.values()

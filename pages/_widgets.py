@@ -110,9 +110,14 @@ def chart(title: str, build: Callable[[], go.Figure | None], key: str, **options
         return st.plotly_chart(figure, key=key, config={"displaylogo": False}, **options)
 
 
-def polling(draw: Callable[[], None], live: bool) -> None:
-    """Draw now, and again every two seconds while `live`; the rest of the page stays as it is."""
-    st.fragment(draw, run_every=POLL_SECONDS if live else None)()
+def polling(draw: Callable[[], None], live: bool, charts: bool = False) -> None:
+    """Draw now, and again every two seconds while `live`; the rest of the page stays as it is.
+
+    A chart that is drawn anew forgets how it was zoomed, so where there are `charts` people can stop that for a while.
+    """
+    text = "Charts are drawn anew every two seconds and lose their zoom; switch this off to look closer."
+    follow = live and (not charts or st.toggle("Follow live", value=True, help=text))
+    st.fragment(draw, run_every=POLL_SECONDS if follow else None)()
 
 
 def progress(run: Mapping[str, Any] | pd.Series) -> None:

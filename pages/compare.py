@@ -8,6 +8,7 @@ from pages import _charts, _widgets
 from pages._charts import SUMMARY, Curve
 from storage import queries
 
+Summary = dict[int, pd.Series]  # a run's figures by its id
 TIMINGS = ("step_seconds", "wall_seconds")
 NUM_OFFERED = 200
 
@@ -26,8 +27,8 @@ def _differences() -> None:
     st.dataframe(options.rename_axis(index="Option"), height="content")
 
 
-def _curves() -> None:
-    charted = {run_id: _charts.run_name(run_id, summary[run_id]["name"], 22) for run_id in ids}
+def _curves(summary: Summary) -> None:
+    charted = {run_id: _charts.run_name(run_id, run["name"], 22) for run_id, run in summary.items()}
     steps = {run_id: queries.step_frame(run_id, STEP_COLUMNS) for run_id in ids}
     evals = {run_id: queries.eval_frame(run_id) for run_id in ids}
     peak = next(
@@ -55,30 +56,30 @@ def _curves() -> None:
             _widgets.chart(title, lambda drawn=curves: _charts.lines(drawn) if drawn else None, key=title)  # type: ignore[misc]
 
 
-def _headline(run_id: int) -> None:
+def _headline(summary: Summary, run_id: int) -> None:
     """Of two runs, what a person asks first: the figure of one and its difference to the baseline."""
-    peak = "peak_allocated_bytes" if frame["peak_allocated_bytes"].notna().all() else "peak_rss_above_start_bytes"
-    shared = bool(frame["timings_shared"].any())
-    figures = {
-        "max_held_bytes": "Held for backward",
-        peak: "Peak on the GPU" if peak == "peak_allocated_bytes" else "Peak above start",
-        "last_test_accuracy": "Test accuracy",
-        "step_seconds": "Step time, shared" if shared else "Step time",
-    }
-    for place, (column, label) in zip(st.columns(4), figures.items(), strict=True):
+    on_gpu = all(_widgets.measured(run, "peak_allocated_bytes") is not None for run in summary.values())
+    shared = any(run["timings_shared"] for run in summary.values())
+    figures = [
+        ("max_held_bytes", "Held for backward"),
+        ("peak_allocated_bytes", "Peak on the GPU") if on_gpu else ("peak_rss_above_start_bytes", "Peak above start"),
+        ("last_test_accuracy", "Test accuracy"),
+        ("step_seconds", "Step time"),
+    ]
+    for place, (column, label) in zip(st.columns(4), figures, strict=True):
         unit, more_is_better = SUMMARY[column][1:]
         value, other = (_widgets.measured(summary[i], column) for i in (run_id, baseline))
         absolute, percent = _difference(value, other, unit)
         known = value is not None and other is not None and not (column in TIMINGS and shared)
         place.metric(
-            f"{label} of \\#{run_id}", _charts.number_text(value, unit), border=True,
+            f"{label}, \\#{run_id}", _charts.number_text(value, unit), border=True, height="stretch",
             delta=(absolute if unit == "fraction" else percent).replace("−", "-") if known else None,
             delta_color="off" if value == other else "normal" if more_is_better else "inverse",
-            delta_description=f"to #{baseline}",
+            delta_description=f"to #{baseline}" if known else "shared, not compared" if column in TIMINGS else None,
         )  # fmt: skip
 
 
-def _row(column: str) -> dict[str, str]:
+def _row(summary: Summary, column: str) -> dict[str, str]:
     """A figure of every run as text, and how far each run is from the baseline."""
     label, unit, _ = SUMMARY[column]
     row = {"Figure": label}
@@ -101,16 +102,15 @@ def _difference(value: float | None, reference: float | None, unit: str) -> tupl
     absolute = f"{100 * change:+.2f} points" if unit == "fraction" else _charts.number_text(change, unit)
     if unit != "fraction" and change > 0:
         absolute = f"+{absolute}"
-    return absolute.replace("-", "−"), f"{100 * change / reference:+.1f} %".replace(
-        "-", "−"
-    ) if reference else _charts.ABSENT
+    percent = f"{100 * change / reference:+.1f} %" if reference else _charts.ABSENT
+    return absolute.replace("-", "−"), percent.replace("-", "−")
 
 
-def _table() -> None:
+def _table(summary: Summary) -> None:
     st.subheader("Figures", anchor=False)
-    rows = [_row(column) for column in SUMMARY if frame[column].notna().any()]
-    st.dataframe(pd.DataFrame(rows), hide_index=True, height="content")
-    if frame["timings_shared"].any():
+    known = [name for name in SUMMARY if any(_widgets.measured(run, name) is not None for run in summary.values())]
+    st.dataframe(pd.DataFrame([_row(summary, name) for name in known]), hide_index=True, height="content")
+    if any(run["timings_shared"] for run in summary.values()):
         st.caption(
             "Shared: other runs computed at the same time, so these times say nothing about the run and are not "
             "compared. Train with one slot for times that count."
@@ -118,9 +118,18 @@ def _table() -> None:
 
 
 def _draw() -> None:
-    _curves()
-    if live and not (queries.runs_frame(run_ids=ids)["status"].isin(_widgets.WAITING)).any():
-        st.rerun()
+    frame = queries.summary_frame(ids)
+    summary: Summary = {run["id"]: run for _, run in frame.iterrows()}
+    if len(summary) < len(ids):
+        st.rerun()  # one was deleted
+    _differences()
+    if len(ids) == 2:
+        _headline(summary, next(i for i in ids if i != baseline))
+    st.subheader("Curves", anchor=False)
+    _curves(summary)
+    _table(summary)
+    if live and not frame["status"].isin(_widgets.WAITING).any():
+        st.rerun()  # polling stops
 
 
 STEP_COLUMNS = [
@@ -142,15 +151,9 @@ st.query_params["runs"] = ",".join(map(str, ids))
 if len(ids) < 2:
     st.info("Choose two or more runs: their configurations, curves and figures stand side by side here.")
     st.stop()
-frame = queries.summary_frame(ids)
-summary = {run["id"]: run for _, run in frame.iterrows()}
-live = bool(frame["status"].isin(_widgets.WAITING).any())
-plain_runs = [i for i in ids if summary[i]["policy"] == "baseline"]
+chosen = queries.summary_frame(ids)
+live = bool(chosen["status"].isin(_widgets.WAITING).any())
+plain_runs = chosen.loc[chosen["policy"] == "baseline", "id"].tolist()
 first = ids.index(plain_runs[0]) if plain_runs else 0
 baseline = reference.selectbox("Differences to", ids, index=first, format_func=names.__getitem__)
-_differences()
-if len(ids) == 2:
-    _headline(next(i for i in ids if i != baseline))
-st.subheader("Curves", anchor=False)
-_widgets.polling(_draw, live)
-_table()
+_widgets.polling(_draw, live, charts=True)

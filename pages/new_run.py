@@ -216,10 +216,10 @@ except ConfigError as error:
     if pressed:
         answer.error(f"Nothing was launched. {_widgets.plain(error)}")
 except (ValueError, RuntimeError) as error:
-    with places.get("check", answer):
-        st.error(_widgets.plain(error))
+    if "check" in places:
+        places["check"].error(_widgets.plain(error))
     if pressed:
-        answer.error("Nothing was launched: the images cannot be used.")
+        answer.error(f"Nothing was launched. {_widgets.plain(error)}")
 with answer:
     _launched()
     _widgets.scheduler_notice()

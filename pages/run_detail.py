@@ -98,11 +98,11 @@ def _curves(run: dict[str, Any]) -> None:
     _draw_card("Saved for backward", held, 340)
     left, right = st.columns(2, gap="medium")
     with left:
-        _draw_card("Loss", [curve("train_loss", "training", own, opacity=0.6), tested("test_loss")])
+        _draw_card("Loss", [curve("train_loss", "training", own, opacity=0.7), tested("test_loss")])
         ratios = [curve("compression_ratio", "whole graph", own), curve("conv_input_ratio", "convolution inputs", grey)]
         _draw_card("Compression ratio", ratios)
     with right:
-        _draw_card("Accuracy", [curve("train_accuracy", "training", own, opacity=0.6), tested("test_accuracy")])
+        _draw_card("Accuracy", [curve("train_accuracy", "training", own, opacity=0.7), tested("test_accuracy")])
         peak = next((n for n in ("peak_allocated_bytes", "peak_rss_bytes") if steps[n].notna().any()), "peak_rss_bytes")
         _draw_card("Peak memory", [curve(peak, "peak", own)])
 
@@ -175,4 +175,4 @@ if found is None:
     _widgets.empty("No such run", text, "runs.py", "Choose one from the list")
 run_id = found["id"]
 live = found["status"] in _widgets.WAITING
-_widgets.polling(_draw, live)
+_widgets.polling(_draw, live, charts=True)

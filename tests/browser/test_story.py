@@ -96,9 +96,7 @@ def test_upload_launch_watch_compare(page: Page, lab: Lab, images: Path):
     mine, twin = (row["id"] for row in rows(lab, "select id from runs order by id"))
 
     page.get_by_role("link", name="Home").click()
-    expect(page.get_by_test_id("stProgress").filter(has_text=re.compile(r"step \d+ of 12"))).to_have_count(
-        2, timeout=TRAINING_MS
-    )
+    expect(page.locator(".stMarkdownBadge", has_text="running")).to_have_count(2, timeout=TRAINING_MS)
     picture(page, "home_live")
     page.get_by_role("link", name=f"#{mine} first <b>try</b>").click()
     expect(page.get_by_role("heading", level=1)).to_have_text(f"#{mine} first <b>try</b>")
@@ -115,11 +113,11 @@ def test_upload_launch_watch_compare(page: Page, lab: Lab, images: Path):
     expect(page.get_by_role("heading", level=1)).to_have_text("Compare")
     settled(page)
     held = figures[mine]["max_held_bytes"]
-    expect(metric(page, f"Held for backward of #{mine}")).to_contain_text(_charts.number_text(held, "bytes"))
+    expect(metric(page, f"Held for backward, #{mine}")).to_contain_text(_charts.number_text(held, "bytes"))
     percent = 100 * (held - figures[twin]["max_held_bytes"]) / figures[twin]["max_held_bytes"]
-    expect(metric(page, f"Held for backward of #{mine}")).to_contain_text(f"{percent:+.1f} %")
+    expect(metric(page, f"Held for backward, #{mine}")).to_contain_text(f"{percent:+.1f} %")
     accuracy = _charts.number_text(figures[mine]["last_test_accuracy"], "fraction")
-    expect(metric(page, f"Test accuracy of #{mine}")).to_contain_text(accuracy)
+    expect(metric(page, f"Test accuracy, #{mine}")).to_contain_text(accuracy)
     expect(page.get_by_text("Shared: other runs computed at the same time")).to_be_visible()
     for run_id in (mine, twin):
         steps = rows(

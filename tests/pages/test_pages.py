@@ -161,7 +161,7 @@ def test_times_of_runs_beside_each_other_are_not_compared(open_page):
     table = app.dataframe[-1].value.set_index("Figure")
     assert table.loc["Step time"].tolist()[1:3] == ["500 ms (shared)", "not compared"]
     assert "Shared:" in texts(app)
-    assert {metric.label: metric.delta for metric in app.metric}[f"Step time, shared of \\#{ids[1]}"] == ""
+    assert {metric.label: metric.delta for metric in app.metric}[f"Step time, \\#{ids[1]}"] == ""
 
 
 def test_trade_offs_hold_finished_runs_alone(open_page, lab):
