@@ -45,8 +45,9 @@ def page_setup(title: str) -> None:
 
 def plain(text: object) -> str:
     """The text as Markdown shows it letter for letter: no markup, links, formulas, icons, colours, line breaks."""
-    escaped = re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(str(text).split()))
-    return escaped.replace("\\:", "\\:\u2060")  # a word joiner keeps :smile: and :material/…: from becoming pictures
+    one_line = " ".join(str(text).split())
+    apart = re.sub("(?<=[-<>=!~])(?=[->=])", "\u2060", one_line)  # else Streamlit makes an arrow of ->, a dash of --
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", apart)
 
 
 def run_label(run_id: int, name: str) -> str:

@@ -17,6 +17,7 @@ from tests.browser.conftest import Lab, picture, serve, settled
 pytestmark = pytest.mark.browser
 
 NUM_STEPS = 12
+NAME = "first <b>try</b> :smile: $x$ **y**"
 TRAINING_MS = 120_000
 
 
@@ -89,7 +90,7 @@ def test_upload_launch_watch_compare(page: Page, lab: Lab, images: Path):
     fill(page, "Epochs", "1")
     fill(page, "Steps an epoch at most (steps)", str(NUM_STEPS))
     fill(page, "Batch size (images)", "64")
-    fill(page, "Name", "first <b>try</b>")
+    fill(page, "Name", NAME)
     picture(page, "new_run")
     page.get_by_role("button", name="Launch with baseline twin").click()
     expect(page.get_by_text("are queued")).to_be_visible(timeout=60_000)
@@ -98,8 +99,9 @@ def test_upload_launch_watch_compare(page: Page, lab: Lab, images: Path):
     page.get_by_role("link", name="Home").click()
     expect(page.locator(".stMarkdownBadge", has_text="running")).to_have_count(2, timeout=TRAINING_MS)
     picture(page, "home_live")
-    page.get_by_role("link", name=f"#{mine} first <b>try</b>").click()
-    expect(page.get_by_role("heading", level=1)).to_have_text(f"#{mine} first <b>try</b>")
+    page.get_by_role("link", name=f"#{mine} {NAME}").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"#{mine} {NAME}")
+    expect(page.get_by_test_id("stPlotlyChart").first).to_be_visible(timeout=TRAINING_MS)
     picture(page, "run_live")
     expect(page.locator(".stMarkdownBadge")).to_contain_text("finished", timeout=TRAINING_MS)
     expect(page.get_by_role("button", name="Stop")).to_have_count(0)

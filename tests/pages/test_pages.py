@@ -34,6 +34,13 @@ def press(app: AppTest, label: str) -> AppTest:
     return app
 
 
+def test_text_of_people_is_no_markdown():
+    assert _widgets.plain("a *b* <c> $d$ :e: #f") == r"a \*b\* \<c\> \$d\$ \:e\: \#f"
+    assert _widgets.plain("two\nlines") == "two lines"
+    assert _widgets.plain("a -> b -- c").replace("\u2060", "|") == r"a \-|\> b \-|\- c"
+    assert _widgets.plain("schön 0") == "schön 0"
+
+
 def test_the_list_of_pages_is_complete():
     assert sorted(PAGES) == sorted(path.name for path in (ROOT / "pages").glob("[!_]*.py"))
 
