@@ -87,8 +87,8 @@ def _help(facts: Any) -> str:
     if facts["low"] is None:
         return _widgets.plain(facts["help"])
     start = "Above" if facts["open_low"] else "From"
-    span = f"{start} {facts['low']:,g} to {facts['high']:,g} {facts['unit']}".rstrip()
-    return _widgets.plain(f"{facts['help']} {span}.")
+    low, high = (_charts.number_text(facts[end]) for end in ("low", "high"))
+    return _widgets.plain(f"{facts['help']} {start} {low} to {high} {facts['unit']}".rstrip() + ".")
 
 
 def _group(group: str) -> None:
@@ -108,7 +108,7 @@ def _images() -> None:
     left, right = st.columns(2)
     with left:
         st.file_uploader("Upload a .zip of images", key="upload", help=UPLOAD_HELP, on_change=_take_upload)
-        if st.session_state.get("upload_problem"):
+        if st.session_state["upload_problem"]:
             st.error(_widgets.plain(st.session_state["upload_problem"]))
     with right:
         values["dataset_path"] = _field("dataset_path")
@@ -155,7 +155,7 @@ def _show_data(found: dict[str, Any]) -> None:
 
 
 def _launched() -> None:
-    ids: tuple[int, ...] = st.session_state.get("launched", ())
+    ids: tuple[int, ...] = st.session_state["launched"]
     if not ids:
         return
     names = " and its baseline twin ".join(f"#{run_id}" for run_id in ids)
@@ -174,6 +174,7 @@ if "preset" not in st.session_state or {_key(name) for name in FIELDS} - st.sess
     asked = st.query_params.get("preset", "")
     st.session_state["preset"] = asked if asked in PRESETS else next(iter(PRESETS))
     _use_preset()
+    st.session_state["launched"], st.session_state["upload_problem"] = (), ""
 
 form, side = st.columns([3, 1], gap="medium")
 values: dict[str, Any] = {name: st.session_state[_key(name)] for name in FIELDS}

@@ -205,6 +205,7 @@ def test_the_form_shows_every_option_that_matters_with_unit_and_help(open_page):
     assert inputs.keys() == FIELDS.keys() - hidden
     assert inputs["batch_size"].label == "Batch size (images)"
     assert all(widget.help for widget in inputs.values())
+    assert "From 1 to 65,536 images" in inputs["batch_size"].help.replace("\\", "")
 
 
 @pytest.mark.parametrize(("controller", "option"), [("momentum", "momentum_fraction"), ("fixed", "error_bound")])
@@ -239,9 +240,12 @@ def test_launch_with_twin_queues_both(open_page, images):
     assert len(images) == 1
 
 
-def test_launch_alone_queues_one(open_page, images):
-    press(open_page("new_run.py"), "Launch")
+def test_launch_alone_queues_one_and_the_form_forgets_it_elsewhere(open_page, images):
+    app = press(open_page("new_run.py"), "Launch")
     assert queries.count_runs() == 1
+    assert "is queued" in texts(app)
+    app.switch_page("about.py").run()
+    assert "is queued" not in texts(app.switch_page("new_run.py").run())
 
 
 def test_nonsense_is_refused_beside_its_field_and_nothing_is_made(open_page, images):
