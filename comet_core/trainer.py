@@ -57,11 +57,6 @@ def train(
     steps_per_epoch = data.steps_per_epoch
     num_steps = config.epochs * steps_per_epoch
     scheduler = learning_rate_schedule(config, optimizer, num_steps)
-    start_rss_bytes = process_rss_bytes()
-    if on_start is not None:
-        on_start({"num_steps_total": num_steps, "environment": environment(device), "start_rss_bytes": start_rss_bytes})
-    summary = _Summary(start_rss_bytes)
-    started = time.perf_counter()
     with comet_core.attach(
         model,
         optimizer,
@@ -76,6 +71,12 @@ def train(
         recorder=recorder,
         tune_allocator=False,  # whoever starts the process has set it up: it counts from the first allocation on
     ) as session:
+        facts = {"num_steps_total": num_steps, "environment": environment(device)}
+        start_rss_bytes = process_rss_bytes()  # not before: attaching loads the engine's libraries, 60 MB of code
+        if on_start is not None:
+            on_start({**facts, "start_rss_bytes": start_rss_bytes})
+        summary = _Summary(start_rss_bytes)
+        started = time.perf_counter()
         stopped = False
         for epoch in range(1, config.epochs + 1):
             model.train()
@@ -154,7 +155,7 @@ def learning_rate_schedule(
         case "cosine":
             return schedulers.CosineAnnealingLR(optimizer, num_steps)
         case "step":
-            return schedulers.MultiStepLR(optimizer, [num_steps // 2, num_steps * 3 // 4])
+            return schedulers.MultiStepLR(optimizer, [max(1, num_steps // 2), max(1, num_steps * 3 // 4)])
         case _:
             return schedulers.LambdaLR(optimizer, lambda step: 1.0)
 

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from comet_core.config import RunConfig
 from comet_core.datasets.base import DatasetError, Images, StreamedImages
 
-TEST_BATCH = 500
 MOST_WORKERS = 4  # processes that decode streamed images
 
 
@@ -70,7 +69,8 @@ class Dataset:
             yield self._normalised(images), self._train_labels[chosen]
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = torch.arange(self.num_test).split(TEST_BATCH)
+        """The test images in order, no more at once than in training, so that evaluation never sets the peak."""
+        batches = torch.arange(self.num_test).split(self._config.batch_size)
         for chosen, images in zip(batches, read(self._test_images, batches), strict=True):
             yield self._normalised(images), self._test_labels[chosen]
 

@@ -22,6 +22,10 @@ from comet_core.datasets.image_files import ImageFiles, opened
 from comet_core.datasets.image_sources import SUFFIXES, FolderSource, Source, ZipSource
 
 LARGEST_IN_MEMORY_BYTES = 2**30  # of the whole set as uint8; what is larger is streamed
+EXPECTED = (
+    "Expected is a folder of images per class, or train/<class>/ and test/<class>/ "
+    f"(image files end in {', '.join(sorted(SUFFIXES))})."
+)
 
 
 @dataclass
@@ -79,9 +83,12 @@ def _source(path: Path) -> Source:
 def _index(source: Source) -> tuple[list[str], _Part, _Part]:
     """Classes, training and test files (none: to be split). A folder around everything is looked through."""
     where = source.path.name
-    files = [(name, PurePosixPath(name.replace("\\", "/")).parts) for name in source.names()]
+    entries = [(name, PurePosixPath(name.replace("\\", "/")).parts) for name in source.names()]
+    folders = [parts for name, parts in entries if name.endswith("/")]
+    files = [(name, parts) for name, parts in entries if not name.endswith("/")]
     tops = {parts[0] for _, parts in files}
     while len(tops) == 1 and not tops & {"train", "test"} and any(len(parts) > 2 for _, parts in files):
+        folders = [parts[1:] for parts in folders]
         files = [(name, parts[1:]) for name, parts in files]
         tops = {parts[0] for _, parts in files if len(parts) > 1}
     in_parts = bool(tops & {"train", "test"})
@@ -90,15 +97,20 @@ def _index(source: Source) -> tuple[list[str], _Part, _Part]:
         if in_parts and len(parts) > 1 and parts[0] not in found:
             raise DatasetError(f"{where} has a folder {parts[0]!r} beside train/ and test/; move it elsewhere.")
         part = found[parts[0]] if in_parts and len(parts) > 1 else found["train"]
-        folders = parts[1:] if in_parts else parts
-        if len(folders) > 1:  # else it lies beside the class folders
-            part.setdefault(folders[0], []).append(name)
+        inside = parts[1:] if in_parts else parts
+        if len(inside) > 2:
+            raise DatasetError(f"{name!r} in {where} lies in a folder inside a class. {EXPECTED}")
+        if len(inside) == 2:  # else it lies beside the class folders
+            part.setdefault(inside[0], []).append(name)
     classes = sorted(found["train"])
     if not classes:
-        raise DatasetError(
-            f"{where} has no images in {'train/' if in_parts else ''}<class>/; expected a folder of images per class, "
-            f"or train/<class>/ and test/<class>/ (image files end in {', '.join(sorted(SUFFIXES))})."
-        )
+        raise DatasetError(f"{where} has no images in {'train/' if in_parts else ''}<class>/. {EXPECTED}")
+    for parts in folders:
+        if not 1 <= len(parts) <= 1 + in_parts:
+            continue
+        part = found.get(parts[0], {}) if in_parts else found["train"]
+        if parts[-1] not in part and (len(parts) == 1 + in_parts or not part):
+            raise DatasetError(f"{where} has no images in {'/'.join(parts)}/; add some, or remove the folder.")
     if len(classes) == 1:
         raise DatasetError(f"{where} has one class, {classes[0]!r}; training needs two or more.")
     unknown = sorted(set(found["test"]) - set(classes))

@@ -7,7 +7,7 @@ by name. Links may stay within their folder, but not leave it.
 import os
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Protocol
@@ -24,7 +24,10 @@ class Source(Protocol):
     path: Path
 
     def names(self) -> Iterator[str]:
-        """Names of the image files, hidden ones left out. Raises DatasetError for what must not be read."""
+        """Names of folders, ending in a slash, and of image files, hidden ones left out.
+
+        Raises DatasetError for what must not be read.
+        """
         ...
 
     def read(self, name: str) -> bytes: ...
@@ -36,8 +39,11 @@ class Source(Protocol):
 
 def is_image(name: str) -> bool:
     parts = PurePosixPath(name.replace("\\", "/")).parts
-    hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
-    return bool(parts) and not hidden and PurePosixPath(parts[-1]).suffix.lower() in SUFFIXES
+    return bool(parts) and not is_hidden(parts) and PurePosixPath(parts[-1]).suffix.lower() in SUFFIXES
+
+
+def is_hidden(parts: Iterable[str]) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
 
 
 @dataclass
@@ -50,10 +56,11 @@ class FolderSource:
 
         root = self.path.resolve()
         for folder, subfolders, files in os.walk(root, onerror=refuse):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__MACOSX"]
+            subfolders[:] = [name for name in subfolders if not is_hidden([name])]
             for name in subfolders:
                 if (Path(folder) / name).is_symlink():
                     raise DatasetError(f"{Path(folder, name)} is a link to a folder; copy the images into {self.path}.")
+                yield f"{Path(folder, name).relative_to(root).as_posix()}/"
             for file in files:
                 found = Path(folder, file)
                 name = found.relative_to(root).as_posix()
@@ -98,6 +105,8 @@ class ZipSource:
                 raise DatasetError(
                     f"{zip_name} has an entry {entry.filename!r} that leaves its folder; pack the images without it."
                 )
+            if entry.is_dir() and not is_hidden(name.parts):
+                yield entry.filename
             if entry.is_dir() or not is_image(entry.filename):
                 continue
             if entry.flag_bits & 1:

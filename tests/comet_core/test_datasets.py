@@ -136,6 +136,7 @@ def test_an_epoch_gives_every_image_once_and_keeps_a_smaller_last_batch(tmp_path
     batches = list(dataset.train_batches(1))
     assert [len(labels) for _, labels in batches] == [4, 4, 2]
     assert dataset.steps_per_epoch == 3
+    assert [len(labels) for _, labels in dataset.test_batches()] == [4, 4, 2], "no more at once than in training"
     assert len(torch.cat([images for images, _ in batches]).flatten(1).unique(dim=0)) == 10
     assert torch.cat([labels for _, labels in batches]).bincount().tolist() == [5, 5]
 
@@ -370,12 +371,35 @@ def test_a_zip_that_was_cut_off_is_refused(tmp_path):
 )
 def test_data_without_classes_are_refused(store, tmp_path, files):
     (tmp_path / "set").mkdir()
-    assert "has no images in <class>/; expected a folder of images per class" in refused(store(files))
+    assert "has no images in <class>/. Expected is a folder of images per class" in refused(store(files))
 
 
 def test_images_beside_the_class_folders_of_train_are_no_class(store):
     path = store({"train/1.png": picture(1), "test/1.png": picture(1)})
     assert "has no images in train/<class>/" in refused(path)
+
+
+@pytest.mark.parametrize("around", ["", "train/", "photos/"])
+@pytest.mark.parametrize("folder", ["cow/", "cow/empty/"])
+def test_a_class_without_images_is_refused_by_name(tmp_path, around, folder):
+    path = as_folder(tmp_path / "set", class_folders(around))
+    (path / around / folder).mkdir(parents=True)
+    expected = f"has no images in {'' if around == 'photos/' else around}cow/; add some, or remove the folder."
+    assert expected in refused(path)
+    packed = as_zip(tmp_path / "set", class_folders(around) | {f"{around}cow/": b""})
+    assert expected in refused(packed)
+
+
+def test_a_test_part_without_images_is_refused(tmp_path):
+    path = as_folder(tmp_path / "set", class_folders("train/"))
+    (path / "test").mkdir()
+    assert "has no images in test/; add some" in refused(path)
+
+
+@pytest.mark.parametrize("parts", [("training/", "validation/"), ("Train/", "Test/")])
+def test_parts_by_other_names_are_no_classes(store, parts):
+    sentence = refused(store(class_folders(parts[0]) | class_folders(parts[1])))
+    assert "lies in a folder inside a class. Expected is " in sentence
 
 
 def test_one_class_is_refused_by_name(store):
@@ -676,7 +700,7 @@ def test_cifar10_is_read_where_it_was_unpacked(comet_home, monkeypatch):
     for name in ("train_list", "test_list"):  # the official check sums are those of the whole set
         monkeypatch.setattr(CIFAR10, name, [[file, None] for file, _ in getattr(CIFAR10, name)])
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": None})
-    dataset = load_dataset(config(dataset="cifar10"))
+    dataset = load_dataset(config(dataset="cifar10", batch_size=20))
     assert (dataset.num_train, dataset.num_test, dataset.num_channels, dataset.image_size) == (100, 20, 3, 32)
     assert dataset.classes == CIFAR_CLASSES
     [(images, labels)] = dataset.test_batches()
@@ -729,7 +753,7 @@ def test_the_small_cifar10_has_the_files_of_the_readmes_set_and_is_made_alike_ev
         assert names == sorted(names) and len(names) == 10 * (2 + 4)
         with Image.open(archive.open(names[-1])) as image:
             assert image.size == (32, 32) and image.format == "JPEG"
-    dataset = load(tmp_path / "one.zip")
+    dataset = load(tmp_path / "one.zip", batch_size=20)
     assert (dataset.num_train, dataset.num_test, dataset.classes) == (40, 20, CIFAR_CLASSES)
     [(images, labels)] = dataset.test_batches()
     red = (images * dataset._std + dataset._mean)[:, 0].mean((1, 2))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import comet_core
 from comet_core.config import RunConfig
 from comet_core.datasets import load_dataset
 from comet_core.metrics import ListRecorder
@@ -69,6 +70,14 @@ def test_twins_start_from_the_same_weights_and_end_with_the_same_number_of_batch
     assert one.steps[0].held_bytes < 0.4 * other.steps[0].held_bytes
 
 
+def test_a_run_starts_counting_once_the_engine_is_loaded_and_attached(monkeypatch):
+    order = []
+    attach = comet_core.attach
+    monkeypatch.setattr(comet_core, "attach", lambda *a, **k: order.append("attach") or attach(*a, **k), raising=False)
+    train(RunConfig(**QUICK), ListRecorder(), on_start=lambda facts: order.append("start"))
+    assert order == ["attach", "start"]
+
+
 def test_stopping_keeps_what_was_recorded_and_says_so():
     recorder = ListRecorder()
     summary = train(RunConfig(epochs=5, **QUICK), recorder, should_stop=lambda: len(recorder.steps) >= 6)
@@ -124,3 +133,10 @@ def test_a_schedule_passes_through_its_points(schedule, expected):
         scheduler.step()
     for step, rate in expected.items():
         assert rates[step] == pytest.approx(rate, abs=1e-6), step
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step", "cosine"])
+def test_a_run_of_one_step_takes_the_full_learning_rate(schedule):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    learning_rate_schedule(RunConfig(schedule=schedule), optimizer, 1)
+    assert optimizer.param_groups[0]["lr"] == 1.0
