@@ -17,6 +17,7 @@ Not done here: which bound (controllers.py), what backward needs (operators.py),
 """
 
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -32,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from comet_core.codecs.base import Codec, Encoded, ErrorBound
 from comet_core.codecs.sign_mask import SignMaskCodec
 from comet_core.codecs.window_index import WindowIndexCodec
-from comet_core.operators import OPERATORS, Call, Need, bind
+from comet_core.operators import OPERATORS, Call, Need, bind, storage_of
 
 
 class Plan(Protocol):
@@ -197,7 +198,17 @@ class RecordHandle:
         return tensor.as_strided(self.shape, self.stride)
 
 
-Handle = ExactHandle | ShapeHandle | RecordHandle
+class LateHandle:
+    """Keeps the tensor while its operator runs; what is kept of it afterwards is decided when the operator returns."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.kept: ExactHandle | RecordHandle = ExactHandle(tensor, None)
+
+    def unpack(self) -> Tensor:
+        return self.kept.unpack()
+
+
+Handle = ExactHandle | ShapeHandle | RecordHandle | LateHandle
 
 
 class _Frame(threading.local):
@@ -222,25 +233,31 @@ class SavedTensors:
         self.plan, self.ledger = plan, ledger
         self.pack_seconds = self.unpack_seconds = 0.0
         self.forward_started: float | None = None  # when the iteration's first forward began
-        self._paths = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
-        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._owners: dict[int, str] = {}
+        self._static: set[int] = set()
         self._model = model
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._sharers: dict[tuple[str, str, int], set[str]] = {}
         self._last_sharers: dict[tuple[str, str, int], set[str]] = {}
         self._frame = _Frame()
         self._layer_bytes: dict[str, tuple[str, int, int, int]] = {}
+        self._refresh()
         self._hooks = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
-            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+            nn.modules.module.register_module_forward_pre_hook(weakly(self._enter_module)),
+            nn.modules.module.register_module_forward_hook(weakly(self._leave_module), always_call=True),
         ]
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._leave_model()
 
     def close_iteration(self) -> None:
         """Forget the iteration's times and per-layer bytes; its sharers become the guess for the next."""
+        self._leave_model()
         if self._sharers:
             self._last_sharers, self._sharers = self._sharers, {}
         self._layer_bytes = {}
@@ -259,19 +276,22 @@ class SavedTensors:
             return
         frame = self._frame
         if not frame.modules:
-            if not torch.is_grad_enabled() or _in_backward():
+            if not torch.is_grad_enabled() or _in_backward() or _in_transform():
                 return
             if self.forward_started is None:
                 self.forward_started = time.perf_counter()
+            self._refresh()
             frame.counts = {}
-            frame.batch = [StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(args)]
+            given = [tensor for tensor in _tensors((args, _keywords())) if tensor.grad_fn is None]
+            frame.batch = [StorageWeakRef(tensor.untyped_storage()) for tensor in given]
             self.ledger.batch_bytes = sum(
                 {
-                    ref.cdata: t.untyped_storage().nbytes() for ref, t in zip(frame.batch, _tensors(args), strict=True)
+                    tensor.untyped_storage()._cdata: min(
+                        tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+                    )
+                    for tensor in given
                 }.values()
             )
-            static = [*self._model.parameters(), *self._model.buffers()]
-            self._static = {tensor.untyped_storage()._cdata for tensor in static}
             frame.contexts = contextlib.ExitStack()
             frame.contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             frame.contexts.enter_context(AttributionMode(self))
@@ -283,21 +303,37 @@ class SavedTensors:
             return
         while frame.modules.pop()[0] is not module:
             pass
-        if not frame.modules and frame.contexts is not None:
-            contexts, frame.contexts = frame.contexts, None
-            frame.batch, frame.calls = [], []
+        if not frame.modules:
+            self._leave_model()
+
+    def _leave_model(self) -> None:
+        """Take this thread's hooks off, also where no module hook did: torch skips them on a KeyboardInterrupt."""
+        frame = self._frame
+        contexts, frame.contexts = frame.contexts, None
+        frame.modules, frame.calls, frame.batch = [], [], []
+        if contexts is not None:
             contexts.close()
+
+    def _refresh(self) -> None:
+        """Read modules, parameters and buffers anew: the user may have replaced some since the last forward."""
+        model = self._model
+        self._paths = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
+        self._owners = {id(parameter): _layer_name(name) for name, parameter in model.named_parameters()}
+        storages = [storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        self._static = {storage._cdata for storage in storages if storage is not None}
 
     def call_of(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         operator = OPERATORS.get(func)
         if operator is None:
             return None
         frame = self._frame
-        path = frame.modules[-1][1] if frame.modules else ""
+        module, path = frame.modules[-1] if frame.modules else (self._model, "")
         count = frame.counts.get((path, operator.name), 0)
         frame.counts[path, operator.name] = count + 1
         arguments = bind(operator, args, kwargs)
-        layer = self._owners.get(id(arguments.get("weight")), path)
+        layer = self._owners.get(id(arguments.get("weight")))
+        if layer is None:  # a weight that is computed, or none: not to be confused with what the module's own one does
+            layer = f"{path}.{operator.name}" if "weight" in module._parameters else path
         return Call(operator, arguments, layer, (path, operator.name, count))
 
     @contextlib.contextmanager
@@ -326,9 +362,8 @@ class SavedTensors:
             self.unpack_seconds += time.perf_counter() - started
 
     def _pack(self, tensor: Tensor, call: Call | None) -> Handle:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors and subclasses without memory of their own
+        storage = storage_of(tensor)
+        if storage is None:
             return ExactHandle(tensor, None)
         identity = storage._cdata
         if identity in self._static or any(ref.cdata == identity for ref in self._frame.batch):
@@ -339,8 +374,8 @@ class SavedTensors:
         if call is None:
             return ExactHandle(tensor, entry)
         need = call.need_of(tensor)
-        if call.operator.is_norm and need is Need.VALUES and tensor.dim() == 1:
-            call.inverse_std = tensor.detach()  # the last of the two that batch norm saves besides its input
+        if call.operator.is_norm and need is Need.VALUES:
+            call.note_saved(tensor)
         approximate = need is Need.APPROXIMATE
         if approximate:
             self.plan.observe(call, tensor)
@@ -350,12 +385,26 @@ class SavedTensors:
             self._sharers.setdefault(entry.site, set()).add(call.layer)
         if entry.site is None:
             entry.site = call.site
+        if approximate and call.operator.is_norm and not self.plan.keeps_exact():
+            late = LateHandle(tensor)
+            call.late.append((late, tensor, entry))
+            return late
         handle = self._choose(tensor, call, need, entry)
         if approximate:
             self._count_layer(call, tensor, handle)
         return handle
 
-    def _choose(self, tensor: Tensor, call: Call, need: Need, entry: Entry) -> Handle:
+    def settle(self, call: Call) -> None:
+        """The operator has returned: store what had to wait for it, a norm's input for its standard deviation."""
+        started = time.perf_counter()
+        for late, tensor, entry in call.late:
+            kept = self._choose(tensor, call, Need.APPROXIMATE, entry)
+            late.kept = kept
+            self._count_layer(call, tensor, kept)
+        call.late.clear()
+        self.pack_seconds += time.perf_counter() - started
+
+    def _choose(self, tensor: Tensor, call: Call, need: Need, entry: Entry) -> ExactHandle | ShapeHandle | RecordHandle:
         if need is Need.VALUES or self.plan.keeps_exact() or tensor.numel() == 0:
             return ExactHandle(tensor, entry)
         if need is Need.SHAPE:
@@ -380,6 +429,8 @@ class SavedTensors:
         if record is None or not record.serves(need, bound):
             keeps_sign = need is Need.SIGN
             encoded = codec.encode(tensor.detach(), bound, sign_exact=keeps_sign)
+            if encoded.nbytes >= entry.raw_bytes:
+                return ExactHandle(tensor, entry)
             record = entry.records[key] = Record(entry, codec, encoded, bound, keeps_sign=keeps_sign)
         if need is Need.APPROXIMATE and call.operator.is_convolution:
             record.mark_conv_input()
@@ -414,6 +465,8 @@ class AttributionMode(TorchFunctionMode):
         with self._saved_tensors.running(call):
             output = func(*args, **kwargs)
         self._saved_tensors.plan.called(call, output)
+        if call.late:
+            self._saved_tensors.settle(call)
         return output
 
 
@@ -422,10 +475,40 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _in_transform() -> bool:
+    """Whether torch.func (vmap, grad, ...) is at work, whose tensors have no storage and which refuses these hooks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _keywords() -> Any:
+    """Keyword arguments of the module call that runs our global pre-hook: torch hands it the positional ones only."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name not in ("inner", "_call_impl"):
+        frame = frame.f_back
+    return frame.f_locals.get("kwargs", {}) if frame.f_code.co_name in ("inner", "_call_impl") else {}
+
+
+def _layer_name(parameter: str) -> str:
+    """A weight is named by its module's path, any other parameter that serves as a weight by its own."""
+    path, _, name = parameter.rpartition(".")
+    return path if name == "weight" else parameter
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The bound method for torch's lists of hooks, without keeping its owner alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return hook
+
+
 def _tensors(values: Any) -> list[Tensor]:
-    """Every strided tensor in nested tuples, lists and dicts."""
+    """Every tensor with memory of its own in nested tuples, lists and dicts."""
     if isinstance(values, Tensor):
-        return [values] if values.layout is torch.strided else []
+        return [] if storage_of(values) is None else [values]
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, list | tuple):

@@ -7,12 +7,15 @@ them already. Sampling uses a generator of its own: the user's random numbers ar
 
 import math
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from comet_core.activations import weakly
 
 SAMPLE_SIZE = 16_384
 NUM_PAIRS = 4  # the smallest of the last four differences: consecutive ones overstate the noise, since the model moves
@@ -30,7 +33,8 @@ class GradientSampler:
         self._previous: tuple[int, Tensor] | None = None
         self._variances: deque[float] = deque(maxlen=NUM_PAIRS)
         self._average: Tensor | None = None
-        self._hook = weight.register_post_accumulate_grad_hook(self._sample)
+        self._hook = weight.register_post_accumulate_grad_hook(weakly(self._sample))
+        weakref.finalize(self, self._hook.remove)
 
     def close(self) -> None:
         self._hook.remove()
@@ -50,7 +54,7 @@ class GradientSampler:
         sample = (flat if self._index is None else flat[self._index]).to(torch.float32, copy=True)
         self._current = sample / loss_scale(self.grad_scaler)  # the last backward of an iteration has the whole sum
 
-    def close_iteration(self, iteration: int, *, keep_average: bool) -> None:
+    def close_iteration(self, iteration: int) -> None:
         """Compare with the previous iteration's sample. A sample that is not finite (a skipped step) is dropped."""
         sample, self._current = self._current, None
         if sample is None or not bool(torch.isfinite(sample).all()):
@@ -59,25 +63,32 @@ class GradientSampler:
         if self._previous is not None and self._previous[0] == iteration - 1:
             self._variances.append(float((sample - self._previous[1]).square().mean()) / 2)
         self._previous = (iteration, sample)
-        if keep_average:
-            before = self._average if self._average is not None else torch.zeros_like(sample)
-            self._average = AVERAGE_DECAY * before + sample
+        before = self._average if self._average is not None else torch.zeros_like(sample)
+        self._average = AVERAGE_DECAY * before + sample
 
     def momentum_magnitude(self, optimizers: Iterable[torch.optim.Optimizer]) -> float | None:
         """Mean |momentum| in SGD's units: from SGD's buffer, Adam's exp_avg, else an average of sampled gradients."""
-        for optimizer in optimizers:
-            state = optimizer.state.get(self.weight)
-            if not state:
-                continue
-            group = next(g for g in optimizer.param_groups if any(p is self.weight for p in g["params"]))
-            if isinstance(state.get("momentum_buffer"), Tensor):
-                return float(state["momentum_buffer"].abs().mean()) / (1 - group.get("dampening", 0))
-            if isinstance(state.get("exp_avg"), Tensor):
-                steps = float(state["step"])
-                beta = group["betas"][0]
-                unit = (1 - AVERAGE_DECAY**steps) / (1 - AVERAGE_DECAY) / (1 - beta**steps)
-                return float(state["exp_avg"].abs().mean()) * unit
+        kept = self._kept_momentum(optimizers)
+        if kept is not None:
+            return kept
         return None if self._average is None else float(self._average.abs().mean())
+
+    def _kept_momentum(self, optimizers: Iterable[torch.optim.Optimizer]) -> float | None:
+        """None where the optimizer keeps no momentum of the weight, or one in other units (RMSprop, Lion)."""
+        for optimizer in optimizers:
+            state = optimizer.state.get(self.weight, {})
+            group = next((g for g in optimizer.param_groups if any(p is self.weight for p in g["params"])), {})
+            if isinstance(state.get("momentum_buffer"), Tensor) and group.get("dampening", 1) < 1:
+                return float(state["momentum_buffer"].abs().mean()) / (1 - group["dampening"])
+            if isinstance(state.get("exp_avg"), Tensor) and "step" in state and "betas" in group:
+                steps = float(state["step"])
+                unit = (1 - AVERAGE_DECAY**steps) / (1 - AVERAGE_DECAY) / (1 - group["betas"][0] ** steps)
+                return float(state["exp_avg"].abs().mean()) * unit
+        return None
+
+    def needs_every_gradient(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Whether the running mean stands in for a momentum that no optimizer keeps."""
+        return self._kept_momentum(optimizers) is None
 
 
 class OutputEnergy:
@@ -96,7 +107,9 @@ class OutputEnergy:
 
         def add(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients and gradients[0] is not None:
-                norm = torch.linalg.vector_norm(gradients[0].detach(), dtype=torch.float32)
+                gradient = gradients[0].detach()
+                working = torch.promote_types(gradient.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(gradient, dtype=working).float()
                 scaled = nonzero_fraction * (norm / loss_scale(self.grad_scaler)) ** 2
                 with self._lock:
                     self._sums[layer].append(scaled)

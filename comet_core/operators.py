@@ -8,7 +8,7 @@ Transposed convolutions are not listed yet: their error model counts input posit
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -93,6 +93,7 @@ class Call:
     site: tuple[str, str, int]  # module path, operator, how many such calls came before in this forward
     nonzero_fraction: float = 1.0  # of the input; written when statistics are collected
     inverse_std: Tensor | None = None  # per channel; written when batch norm saves it
+    late: list[Any] = field(default_factory=list)  # what is stored once the operator has returned
 
     @property
     def input(self) -> Tensor:
@@ -105,9 +106,11 @@ class Call:
     def need_of(self, tensor: Tensor) -> Need:
         """What this operator's backward needs of `tensor`, which autograd is saving for it."""
         operator = self.operator
+        if tensor.is_complex() or tensor.is_nested or tensor.numel() == 0:
+            return Need.VALUES
         is_input = same_storage(tensor, self.input)
         if operator.is_weighted:
-            trained = self.weight is not None and self.weight.requires_grad
+            trained = self.weight is not None and self.weight.requires_grad and not same_storage(tensor, self.weight)
             return Need.APPROXIMATE if is_input and trained else Need.VALUES
         if operator.is_norm:
             return Need.APPROXIMATE if is_input and tensor.dim() >= 2 else Need.VALUES
@@ -118,6 +121,11 @@ class Call:
         if operator is MAX_POOL2D and tensor.dtype == torch.int64:
             return Need.WINDOW
         return Need.SHAPE if is_input else Need.VALUES
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Batch norm saves mean and 1/std of each channel, in this order, and cuDNN some bytes of its own."""
+        if tensor.dim() == 1 and tensor.is_floating_point() and tensor.numel() == self.input.shape[1]:
+            self.inverse_std = tensor.detach()
 
     def pooling(self) -> dict[str, Any]:
         """Max pooling's geometry as pairs of ints: kernel_size, stride, padding, dilation, input_size (H, W)."""
@@ -151,12 +159,20 @@ def channel_std(call: Call) -> Tensor | None:
     return None
 
 
-def same_storage(one: Any, other: Any) -> bool:
-    """Whether two tensors share their memory. False for tensors without a storage of their own."""
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The tensor's memory; None where it has none of its own: sparse, uninitialised, inside torch.func."""
     try:
-        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError, AttributeError):
+        return tensor.untyped_storage() if tensor.layout is torch.strided else None
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
+def same_storage(one: Any, other: Any) -> bool:
+    """Whether two tensors share their memory. False for anything without memory of its own."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
+    first, second = storage_of(one), storage_of(other)
+    return first is not None and second is not None and first._cdata == second._cdata
 
 
 def _pair(value: Any) -> tuple[int, int]:

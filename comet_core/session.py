@@ -16,6 +16,7 @@ import os
 import platform
 import time
 import warnings
+import weakref
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,15 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from comet_core import codecs, config
-from comet_core.activations import Ledger, SavedTensors
+from comet_core.activations import Ledger, SavedTensors, weakly
 from comet_core.controllers import CONTROLLERS
 from comet_core.device_memory import DeviceMemory
 from comet_core.metrics import LayerMetrics, Recorder, StepMetrics
+from comet_core.operators import storage_of
 from comet_core.policies.base import MemoryPolicy
 from comet_core.policies.baseline import BaselinePolicy
 from comet_core.policies.compress import CompressPolicy
 
 _log = logging.getLogger(__name__)
+_attached: weakref.WeakValueDictionary[int, "Session"] = weakref.WeakValueDictionary()  # by id of the model
 MMAP_THRESHOLD_BYTES = 2**20  # freed blocks above this go back to the system at once (DESIGN section 4)
 
 
@@ -72,13 +75,20 @@ def attach(
     )
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
-    if hasattr(model, "_orig_mod"):
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
         raise ValueError(
             "model is compiled by torch.compile, which ignores saved-tensor hooks; attach the module before compiling "
             "and train it eagerly."
         )
     given = [] if optimizer is None else optimizer
     optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer is a {type(one).__name__}; give a torch.optim.Optimizer, a list of them, or None."
+            )
+    if id(model) in _attached:
+        raise ValueError("model has a session already; leave its with block, or call its close(), and attach again.")
     if policy == "compress":
         rules: dict[str, dict[str, Any]] = {
             "noise": {"noise_budget": noise_budget, "norm_budget": norm_budget},
@@ -114,9 +124,10 @@ class Session:
         self._memory = DeviceMemory(device)
         self._ledger = Ledger()
         policy.attach(model, optimizers)
-        self._saved_tensors = SavedTensors(model, policy, self._ledger)
         self._num_optimizer_steps = 0
-        self._step_hooks = [optimizer.register_step_post_hook(self._count_optimizer_step) for optimizer in optimizers]
+        self._step_hooks = [one.register_step_post_hook(weakly(self._count_optimizer_step)) for one in optimizers]
+        self._saved_tensors = SavedTensors(model, policy, self._ledger)
+        _attached[id(model)] = self
         self._memory.reset_peak()
 
     def __enter__(self) -> Self:
@@ -129,6 +140,7 @@ class Session:
 
     def close(self) -> None:
         """Take every hook off again. Graphs that are still alive can be used; may be called twice."""
+        _attached.pop(id(self._model), None)
         self._saved_tensors.close()
         self.policy.close()
         for hook in self._step_hooks:
@@ -187,9 +199,8 @@ class Session:
         tensors += [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         for optimizer in self._optimizers:
             tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in strided}
-        return sum(storages.values())
+        storages = [storage for tensor in tensors if (storage := storage_of(tensor)) is not None]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._num_optimizer_steps += 1

@@ -25,7 +25,7 @@ class _Layer:
 
     is_norm: bool
     out_channels: int
-    weight: Tensor | None
+    weight: Tensor | None = None  # where it is trained itself, not computed from others
     std: Tensor | None = None  # per channel, norms
     mean_bound: float | None = None  # absolute, as last used
     value_std: float | None = None
@@ -42,15 +42,13 @@ class CompressPolicy(MemoryPolicy):
         self.controller, self.codec, self.collect_every = controller, codec, collect_every
         self._grad_scaler = grad_scaler
         self._energy = OutputEnergy(grad_scaler)
-        self._samplers: dict[int, GradientSampler] = {}
+        self._samplers: dict[str, GradientSampler] = {}
         self._layers: dict[str, _Layer] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._parameters: set[int] = set()
         self._collecting = is_collection(1, collect_every)
 
     def attach(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._parameters = {id(parameter) for parameter in model.parameters()}
 
     def close(self) -> None:
         for sampler in self._samplers.values():
@@ -64,10 +62,10 @@ class CompressPolicy(MemoryPolicy):
         layer = self._layers.get(call.layer)
         if layer is None:
             channels = weight.shape[0] if weight is not None else tensor.shape[1]
-            layer = self._layers[call.layer] = _Layer(call.operator.is_norm, channels, weight)
-        trained = weight is not None and weight.requires_grad and id(weight) in self._parameters
-        if weight is not None and trained and id(weight) not in self._samplers:
-            self._samplers[id(weight)] = GradientSampler(weight, self._grad_scaler)
+            layer = self._layers[call.layer] = _Layer(call.operator.is_norm, channels)
+        if weight is not None and weight.requires_grad and weight.is_leaf and weight is not layer.weight:
+            layer.weight = weight
+            self._samplers[call.layer] = GradientSampler(weight, self._grad_scaler)
         if self._collecting and not layer.is_norm:
             values = tensor.detach()
             layer.value_range = _spread(values)
@@ -106,8 +104,10 @@ class CompressPolicy(MemoryPolicy):
         value: float | Tensor
         if bound.kind == "abs":
             value = bound.value
+        elif layer.is_norm and tensor.dim() < 2:
+            return None
         elif bound.kind == "std" and layer.std is not None and layer.std.numel() == tensor.shape[1]:
-            value = bound.value * layer.std.cpu()
+            value = torch.nan_to_num(bound.value * layer.std.cpu(), nan=0.0, posinf=0.0)
         elif layer.is_norm:
             others = [dim for dim in range(tensor.dim()) if dim != 1]
             spread = (tensor.detach().amax(others) - tensor.detach().amin(others)).float().cpu()
@@ -119,22 +119,23 @@ class CompressPolicy(MemoryPolicy):
 
     def after_step(self, iteration: int) -> bool:
         collecting = self._collecting
-        from_samples = not any(optimizer.state for optimizer in self._optimizers)
         for sampler in self._samplers.values():
-            sampler.close_iteration(iteration, keep_average=from_samples)
+            sampler.close_iteration(iteration)
         if collecting:
             for name, energy in self._energy.take().items():
                 if name in self._layers:
                     self.controller.update(self._statistics(name, energy), iteration)
         self._collecting = is_collection(iteration + 1, self.collect_every)
-        sampling = from_samples or samples_gradients(iteration + 1, self.collect_every)
+        sampling = samples_gradients(iteration + 1, self.collect_every)
         for sampler in self._samplers.values():
-            sampler.enabled = sampling
+            sampler.enabled = sampling or (
+                self.controller.name == "momentum" and sampler.needs_every_gradient(self._optimizers)
+            )
         return collecting
 
     def _statistics(self, name: str, energy: float) -> LayerStatistics:
         layer = self._layers[name]
-        sampler = self._samplers.get(id(layer.weight))
+        sampler = self._samplers.get(name)
         return LayerStatistics(
             name=name,
             is_norm=layer.is_norm,
@@ -151,7 +152,7 @@ class CompressPolicy(MemoryPolicy):
         if layer is None:
             return {}
         bound = self.controller.bound_for(name)
-        sampler = self._samplers.get(id(layer.weight))
+        sampler = self._samplers.get(name)
         variance = sampler.gradient_variance if sampler else None
         return {
             "error_bound": None if bound.kind == "exact" else layer.mean_bound,

@@ -144,7 +144,7 @@ def test_the_samplers_variance_is_the_gradients_sampling_noise():
     for iteration in range(1, 8):
         weight.grad = None
         (weight * (3 + 0.5 * torch.randn(300, 200, generator=generator))).sum().backward()
-        sampler.close_iteration(iteration, keep_average=False)
+        sampler.close_iteration(iteration)
     assert sampler.gradient_variance == pytest.approx(0.25, rel=0.05)
     sampler.close()
 
@@ -246,6 +246,8 @@ def test_a_compiled_model_and_what_is_no_model_are_refused_in_a_sentence():
         comet_core.attach(torch.compile(nn.Linear(2, 2)), None)
     with pytest.raises(ValueError, match=r"torch\.nn\.Module"):
         comet_core.attach("resnet20", None)
+    with pytest.raises(ValueError, match=r"torch\.optim\.Optimizer"):
+        comet_core.attach(nn.Linear(2, 2), nn.Linear(2, 2).parameters())
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "plain sgd", "two", "none"])
