@@ -12,6 +12,9 @@ import shutil
 
 import pytest
 
+# Before anything loads OpenMP, also in the processes that tests start: threads that wait by spinning starve the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 MISSING_TOOL = "missing tool:"
 
 
