@@ -30,8 +30,9 @@ def test_runs_are_filtered_ticked_compared_and_deleted(page: Page, comet_home: P
     kept = seeds.ended_run(RunConfig(name="kept"))
     with serve(comet_home) as lab:
         page.goto(f"{lab.url}/runs")
-        page.get_by_label("Search").fill("mine")
-        page.get_by_label("Search").press("Enter")
+        search = page.get_by_role("textbox", name="Search")
+        search.fill("mine")
+        search.press("Enter")
         expect(page).to_have_url(re.compile("search=mine"))
         page.reload()
         expect(page.get_by_text("showing 1 to 2 of 2 runs")).to_be_visible()
