@@ -29,13 +29,17 @@ ARMS = {
 
 
 def measure(policy: str, tunables: str, settings: list[str]) -> dict:
-    """One training process; its JSON without the rows of single steps, which are summed by epoch."""
+    """One training process and what is kept of its JSON."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
         command = [sys.executable, "-m", "comet_core", "train", "--json", str(output), "--set", f"policy={policy}"]
         command += [part for setting in settings for part in ("--set", setting)]
         subprocess.run(command, cwd=PROJECT, env={**os.environ, "GLIBC_TUNABLES": tunables}, check=True)
-        found = json.loads(output.read_text())
+        return condensed(json.loads(output.read_text()))
+
+
+def condensed(found: dict) -> dict:
+    """Single steps become sums and medians an epoch, layers those of the last collection, the path a name."""
     epochs: dict[int, dict] = {}
     for step in found["steps"]:
         epoch = epochs.setdefault(step["epoch"], {"seconds": [], "peak_rss_bytes": 0})
@@ -46,10 +50,12 @@ def measure(policy: str, tunables: str, settings: list[str]) -> dict:
     for epoch in epochs.values():
         seconds = epoch.pop("seconds")
         epoch["num_steps"], epoch["median_step_seconds"] = len(seconds), statistics.median(seconds)
-    first = found["steps"][0]
+    first, last = found["steps"][0], found["steps"][-1]["step"]
     found["first_step"] = {name: first[name] for name in ("saved_bytes", "held_bytes", "peak_rss_bytes")}
     found["epochs"] = epochs
-    found["layers"] = [row for row in found["layers"] if row["step"] == found["layers"][-1]["step"]]
+    collected = max((row["step"] for row in found["layers"]), default=last)
+    found["layers"] = [row for row in found["layers"] if row["step"] == collected]
+    found["config"]["dataset_path"] = Path(found["config"]["dataset_path"]).name  # where it lay says nothing to others
     del found["steps"]
     return found
 
@@ -66,7 +72,7 @@ def table(arms: dict[str, list[dict]]) -> str:
         "baseline's | peak RSS in all | step time over the baseline's |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for arm in arms:
+    for arm in (arm for arm, runs in arms.items() if runs):
         above = mean(arm, "peak_rss_above_start_bytes")
         lines.append(
             f"| {arm} | {mean(arm, 'test_accuracy'):.2%} | {mean(arm, 'conv_input_ratio'):.1f}x "
@@ -75,6 +81,13 @@ def table(arms: dict[str, list[dict]]) -> str:
             f"| {mean(arm, 'median_step_seconds') / step:.2f} |"
         )
     return "\n".join(lines)
+
+
+def write(name: str, arms: dict[str, list[dict]]) -> None:
+    """After every arm, so that a run that is cut off keeps what it has."""
+    RESULTS.mkdir(exist_ok=True)
+    written = {"arms": {arm: runs for arm, runs in arms.items() if runs}}
+    (RESULTS / f"{name}.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
 def main() -> None:
@@ -95,12 +108,8 @@ def main() -> None:
         ]  # fmt: skip
         for arm, (policy, tunables) in ARMS.items():
             print(f"seed {seed}, {arm}", file=sys.stderr)
-            run = measure(policy, tunables, settings)
-            run["config"]["dataset_path"] = images.name  # where it lay says nothing to others
-            arms[arm].append(run)
-    RESULTS.mkdir(exist_ok=True)
-    written = {"command": " ".join(["python -m benchmarks.lab", images.name, *sys.argv[2:]]), "arms": arms}
-    (RESULTS / f"{given.name}.json").write_text(json.dumps(written, indent=1) + "\n")
+            arms[arm].append(measure(policy, tunables, settings))
+            write(given.name, arms)
     print(table(arms))
 
 
