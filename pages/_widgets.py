@@ -108,7 +108,7 @@ def chart(title: str, build: Callable[[], go.Figure | None], key: str, **options
             st.markdown(f"**{title}**")
             st.caption("Nothing measured yet.")
             return None
-        return st.plotly_chart(figure, key=key, config={"displaylogo": False}, **options)
+        return st.plotly_chart(figure, key=key, config={"displaylogo": False}, alt=title, **options)
 
 
 def polling(draw: Callable[[], None], live: bool, charts: bool = False) -> None:
