@@ -53,6 +53,7 @@ class Curve:
     markers: bool = False
     filled: bool = False
     opacity: float = 1.0
+    label: str = ""  # instead of the column's own
 
 
 def run_style(run_id: int) -> tuple[str, str]:
@@ -118,6 +119,14 @@ def _time_text(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     sign = "−" if seconds < 0 else ""
     return f"{sign}{hours} h {minutes} min" if hours else f"{sign}{minutes} min {rest} s"
+
+
+def peaks(steps: pd.DataFrame, on_gpu: bool, start_rss_bytes: float | None) -> tuple[pd.DataFrame, str, str]:
+    """Peak memory as it is drawn: frame, column, label. Without a GPU what counts is what training added."""
+    if on_gpu or start_rss_bytes is None:
+        return steps, "peak_allocated_bytes" if on_gpu else "peak_rss_bytes", ""
+    above = steps.assign(peak_rss_bytes=steps["peak_rss_bytes"] - start_rss_bytes)
+    return above, "peak_rss_bytes", SUMMARY["peak_rss_above_start_bytes"][0]
 
 
 def lines(curves: Sequence[Curve], height: int = 300) -> go.Figure:
@@ -223,7 +232,7 @@ def trade_offs(runs: pd.DataFrame, x: str, y: str, height: int = 500) -> go.Figu
 def _shared_label(curves: Sequence[Curve]) -> tuple[str, str]:
     """Label and unit: "Saved for backward, uncompressed" and "Saved for backward, really held" share their head."""
     facts = [next(entry.metadata for entry in fields(c.metric) if entry.name == c.column) for c in curves]
-    texts = list(dict.fromkeys(fact["label"] for fact in facts))
+    texts = list(dict.fromkeys(c.label or fact["label"] for c, fact in zip(curves, facts, strict=True)))
     heads = list(dict.fromkeys(text.partition(",")[0] for text in texts))
     if len(texts) == 1 or len(heads) == 1:
         return (texts if len(texts) == 1 else heads)[0], facts[0]["unit"]

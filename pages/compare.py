@@ -31,15 +31,13 @@ def _curves(summary: Summary) -> None:
     charted = {run_id: _charts.run_name(run_id, run["name"], 22) for run_id, run in summary.items()}
     steps = {run_id: queries.step_frame(run_id, STEP_COLUMNS) for run_id in ids}
     evals = {run_id: queries.eval_frame(run_id) for run_id in ids}
-    peak = next(
-        (n for n in ("peak_allocated_bytes", "peak_rss_bytes") if any(f[n].notna().any() for f in steps.values())),
-        "peak_rss_bytes",
-    )
+    on_gpu = any(frame["peak_allocated_bytes"].notna().any() for frame in steps.values())
+    peaks = {i: _charts.peaks(steps[i], on_gpu, _widgets.measured(summary[i], "start_rss_bytes")) for i in ids}
     cards = [
         ("Training loss", steps, StepMetrics, "train_loss"),
         ("Test accuracy", evals, EvalMetrics, "test_accuracy"),
         ("Saved for backward, really held", steps, StepMetrics, "held_bytes"),
-        ("Peak memory", steps, StepMetrics, peak),
+        ("Peak memory", {i: peak[0] for i, peak in peaks.items()}, StepMetrics, peaks[ids[0]][1]),
         ("Compression ratio, whole graph", steps, StepMetrics, "compression_ratio"),
         ("Compression ratio, convolution inputs", steps, StepMetrics, "conv_input_ratio"),
     ]
@@ -48,6 +46,7 @@ def _curves(summary: Summary) -> None:
         curves = [
             Curve(
                 frame=frames[i], metric=metric, column=column, name=charted[i], markers=metric is EvalMetrics,
+                label=peaks[i][2] if title == "Peak memory" else "",
                 color=_charts.run_style(i)[0], dash=_charts.run_style(i)[1],
             )
             for i in ids if frames[i][column].notna().any() or frames[i]["nonfinite"].notna().any()

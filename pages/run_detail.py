@@ -45,7 +45,7 @@ def _head(run: dict[str, Any]) -> None:
         st.caption(_widgets.plain(facts), width="content")
         st.caption(f"created {_widgets.moment(run['created_at'])}", width="content")
         if run["twin_id"]:
-            both = {"runs": f"{run_id},{run['twin_id']}"}
+            both = {"runs": ",".join(map(str, sorted((run_id, run["twin_id"]))))}
             st.page_link("compare.py", label=f"Compare with twin #{run['twin_id']}", query_params=both)
         if run["status"] in ("queued", "starting", "running") and st.button("Stop", icon=":material/stop:"):
             try:
@@ -103,8 +103,10 @@ def _curves(run: dict[str, Any]) -> None:
         _draw_card("Compression ratio", ratios)
     with right:
         _draw_card("Accuracy", [curve("train_accuracy", "training", own, opacity=0.7), tested("test_accuracy")])
-        peak = next((n for n in ("peak_allocated_bytes", "peak_rss_bytes") if steps[n].notna().any()), "peak_rss_bytes")
-        _draw_card("Peak memory", [curve(peak, "peak", own)])
+        on_gpu = bool(steps["peak_allocated_bytes"].notna().any())
+        frame, column, label = _charts.peaks(steps, on_gpu, _widgets.measured(run, "start_rss_bytes"))
+        peak = Curve(frame=frame, metric=StepMetrics, column=column, name="peak", label=label, **own)
+        _draw_card("Peak memory", [peak])
 
 
 def _draw_card(title: str, curves: list[Curve], height: int = 300) -> None:

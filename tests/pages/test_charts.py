@@ -47,6 +47,15 @@ def test_curves_of_two_metrics_stand_under_what_their_labels_share():
     assert _charts.lines(both).layout.title.text == "Loss"
 
 
+def test_peaks_count_from_the_start_where_there_is_no_gpu():
+    steps = pd.DataFrame({"peak_rss_bytes": [5.0, 7.0], "peak_allocated_bytes": [NAN, 3.0]})
+    above, column, label = _charts.peaks(steps, False, 4.0)
+    assert (above[column].tolist(), label) == ([1.0, 3.0], "Peak resident memory above the start")
+    assert steps["peak_rss_bytes"].tolist() == [5.0, 7.0]
+    assert _charts.peaks(steps, False, None)[1:] == ("peak_rss_bytes", "")
+    assert _charts.peaks(steps, True, 4.0)[1:] == ("peak_allocated_bytes", "")
+
+
 def test_values_that_are_not_finite_are_gaps_with_a_cross():
     marked = ["train_loss=nan", None, "train_loss=inf", None]
     line, crosses = _charts.lines([curve([NAN, 0.0, INF, 3.0], nonfinite=marked)]).data

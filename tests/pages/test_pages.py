@@ -84,7 +84,7 @@ def test_a_run_shows_its_figures_and_curves(open_page, lab):
     titles = [chart["layout"]["title"]["text"] for chart in charts(app)]
     assert titles == [
         "Saved for backward (MiB)", "Loss", "Compression ratio (x)", "Accuracy (%)",
-        "Peak resident memory of the process (MiB)", "Error bound of each layer",
+        "Peak resident memory above the start (MiB)", "Error bound of each layer",
     ]  # fmt: skip
     tables = [table.value for table in app.dataframe]
     assert tables[0]["name"].tolist() == [f"layer{place}.conv1" for place in range(1, 8)]
