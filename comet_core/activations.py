@@ -1,13 +1,11 @@
-"""The saved-tensor hooks: select, recognise duplicates, pack, unpack, count bytes.
+"""The saved-tensor hooks: select, recognise duplicates, pack, unpack.
 
 Autograd calls `pack` for each tensor that it saves and `unpack` when backward asks for it. Between the two lives a
 handle that autograd owns; the handle owns its record, so when the graph dies the memory is gone, and `unpack` may run
 any number of times. Nothing depends on the order of calls.
 
-One storage is one entry: a ReLU result that feeds a convolution is saved twice and stored once. Entries are found by
-the storage's identity, held by a weak reference that keeps its address from being used again, and a record serves a
-later pack only at the same version (no change in place since) and within the later one's bound. Bytes are counted by
-storage.
+A ReLU result that feeds a convolution is saved twice and stored once: saved_records.py says what is kept of a storage,
+who may share it and how it is counted.
 
 A ReLU packs before its consumer is known, and so does a first convolution with a laxer bound than a second: each place
 that packs (a *site*) remembers which layers shared its storage in the last iteration, and takes the smallest of their
@@ -22,193 +20,31 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from comet_core.codecs.base import Codec, Encoded, ErrorBound
+from comet_core.codecs.base import Codec, ErrorBound
 from comet_core.codecs.sign_mask import SignMaskCodec
 from comet_core.codecs.window_index import WindowIndexCodec
 from comet_core.operators import OPERATORS, Call, Need, bind, storage_of
+from comet_core.saved_records import (
+    Entry,
+    ExactHandle,
+    Handle,
+    LateHandle,
+    Ledger,
+    Record,
+    RecordHandle,
+    ShapeHandle,
+    geometry,
+)
 
-
-class Plan(Protocol):
-    """What a policy decides about saved tensors; the hooks ask, the policy answers."""
-
-    codec: Codec
-
-    def keeps_exact(self) -> bool:
-        """True: every tensor is kept as it is and only counted."""
-
-    def observe(self, call: Call, tensor: Tensor) -> None:
-        """An approximate input is about to be packed for `call`: a moment to gather statistics."""
-
-    def bound_for(self, layers: set[str], tensor: Tensor) -> ErrorBound | None:
-        """Absolute bound for an input that these layers share, the smallest of theirs; None: keep it exactly."""
-
-    def called(self, call: Call, output: Any) -> None:
-        """The operator returned `output`: a moment to watch its gradient."""
-
-
-@dataclass
-class ByteCount:
-    """Bytes saved for backward at one moment (THEORY section 5). Convolution inputs are part of saved and held."""
-
-    saved: int = 0
-    held: int = 0
-    conv_input_saved: int = 0
-    conv_input_held: int = 0
-
-
-class Ledger:
-    """Running byte counts and their values at the moment when most was saved. Entries and records book themselves."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # records die in whichever thread drops them, also inside another booking
-        self.now = ByteCount()
-        self.peak = ByteCount()
-        self.batch_bytes = 0
-
-    def book(self, **change: int) -> None:
-        with self.lock:
-            for name, amount in change.items():
-                setattr(self.now, name, getattr(self.now, name) + amount)
-            if tuple(vars(self.now).values()) > tuple(vars(self.peak).values()):
-                self.peak = ByteCount(**vars(self.now))
-
-    def close_iteration(self) -> ByteCount:
-        """The peak since the last call; counting starts again from what is alive now."""
-        with self.lock:
-            peak, self.peak = self.peak, ByteCount(**vars(self.now))
-            return peak
-
-
-class Entry:
-    """One storage that backward needs, alive as long as any handle on it."""
-
-    def __init__(self, ledger: Ledger, storage: torch.UntypedStorage) -> None:
-        self.ledger = ledger
-        self.reference = StorageWeakRef(storage)  # weak: lets the data go, keeps the address taken
-        self.raw_bytes = storage.nbytes()
-        self.site: tuple[str, str, int] | None = None  # who packed it first
-        self.records: weakref.WeakValueDictionary[tuple[Any, ...], Record] = weakref.WeakValueDictionary()
-        self.num_exact = 0
-        self.is_conv_input = False
-        ledger.book(saved=self.raw_bytes)
-
-    def hold_exact(self, amount: int) -> None:
-        """Count one exact handle more (+1) or fewer (-1): the first holds the bytes, the last frees them."""
-        with self.ledger.lock:
-            before, self.num_exact = self.num_exact, self.num_exact + amount
-            change = self.raw_bytes * (bool(self.num_exact) - bool(before))
-            self.ledger.book(held=change, conv_input_held=change if self.is_conv_input else 0)
-
-    def mark_conv_input(self) -> None:
-        with self.ledger.lock:
-            if not self.is_conv_input:
-                self.is_conv_input = True
-                held = self.raw_bytes if self.num_exact else 0
-                self.ledger.book(conv_input_saved=self.raw_bytes, conv_input_held=held)
-
-    def __del__(self) -> None:
-        self.ledger.book(saved=-self.raw_bytes, conv_input_saved=-self.raw_bytes if self.is_conv_input else 0)
-
-
-class Record:
-    """A compressed copy of a storage's values, shared by the handles of every operator that can use it."""
-
-    def __init__(
-        self, entry: Entry, codec: Codec, encoded: Encoded, bound: ErrorBound | None, *, keeps_sign: bool
-    ) -> None:
-        self.entry, self.codec, self.encoded, self.bound = entry, codec, encoded, bound
-        self.keeps_sign = keeps_sign
-        self.is_conv_input = False
-        entry.ledger.book(held=encoded.nbytes)
-
-    def mark_conv_input(self) -> None:
-        with self.entry.ledger.lock:
-            if not self.is_conv_input:
-                self.is_conv_input = True
-                self.entry.ledger.book(conv_input_held=self.encoded.nbytes)
-
-    def serves(self, need: Need, bound: ErrorBound | None) -> bool:
-        """Whether backward gets what it needs from this record, within `bound` (absolute), so none is made."""
-        if need is Need.SIGN and not self.keeps_sign:
-            return False
-        if bound is None:
-            return need is not Need.APPROXIMATE
-        if self.bound is None:
-            return False
-        own, asked = torch.as_tensor(self.bound.value), torch.as_tensor(bound.value)
-        return (own.shape == asked.shape or 0 in (own.dim(), asked.dim())) and bool((own <= asked).all())
-
-    def __del__(self) -> None:
-        nbytes = self.encoded.nbytes
-        self.entry.ledger.book(held=-nbytes, conv_input_held=-nbytes if self.is_conv_input else 0)
-
-
-class ExactHandle:
-    """Keeps the tensor itself. Raises as autograd does if it was changed in place before backward."""
-
-    def __init__(self, tensor: Tensor, entry: Entry | None) -> None:
-        self.tensor, self.version, self.entry = tensor.detach(), tensor._version, entry
-        if entry is not None:
-            entry.hold_exact(+1)
-
-    def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.tensor.type()} of shape {list(self.tensor.shape)} is at version {self.tensor._version}; "
-                f"expected version {self.version}. Change a copy, or make the change before the tensor is used."
-            )
-        return self.tensor
-
-    def __del__(self) -> None:
-        if self.entry is not None:
-            self.entry.hold_exact(-1)
-
-
-class ShapeHandle:
-    """Keeps shape, dtype and device of a tensor whose values backward never reads; unpacks to zeros of one element."""
-
-    def __init__(self, tensor: Tensor, entry: Entry) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.entry = entry
-
-    def unpack(self) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
-
-
-class RecordHandle:
-    """A record and the geometry in which this operator saw it."""
-
-    def __init__(self, record: Record, tensor: Tensor) -> None:
-        self.record, self.shape, self.stride = record, tensor.shape, tensor.stride()
-        self.is_dense = _is_dense(tensor)
-
-    def unpack(self) -> Tensor:
-        tensor = self.record.codec.decode(self.record.encoded)
-        if not self.is_dense:  # gaps or overlaps are not stored: such a layout comes back contiguous
-            return tensor
-        return tensor.as_strided(self.shape, self.stride)
-
-
-class LateHandle:
-    """Keeps the tensor while its operator runs; what is kept of it afterwards is decided when the operator returns."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.kept: ExactHandle | RecordHandle = ExactHandle(tensor, None)
-
-    def unpack(self) -> Tensor:
-        return self.kept.unpack()
-
-
-Handle = ExactHandle | ShapeHandle | RecordHandle | LateHandle
+if TYPE_CHECKING:  # policies import this file for their hooks
+    from comet_core.policies.base import MemoryPolicy
 
 
 class _Frame(threading.local):
@@ -229,8 +65,8 @@ class SavedTensors:
     or a state_dict of the model never sees them.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, ledger: Ledger) -> None:
-        self.plan, self.ledger = plan, ledger
+    def __init__(self, model: nn.Module, policy: "MemoryPolicy", ledger: Ledger) -> None:
+        self.policy, self.ledger = policy, ledger
         self.pack_seconds = self.unpack_seconds = 0.0
         self.forward_started: float | None = None  # when the iteration's first forward began
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -378,14 +214,14 @@ class SavedTensors:
             call.note_saved(tensor)
         approximate = need is Need.APPROXIMATE
         if approximate:
-            self.plan.observe(call, tensor)
+            self.policy.observe(call, tensor)
             if call.operator.is_convolution:
                 entry.mark_conv_input()
         if approximate and entry.site is not None:
             self._sharers.setdefault(entry.site, set()).add(call.layer)
         if entry.site is None:
             entry.site = call.site
-        if approximate and call.operator.is_norm and not self.plan.keeps_exact():
+        if approximate and call.operator.is_norm and not self.policy.keeps_exact():
             late = LateHandle(tensor)
             call.late.append((late, tensor, entry))
             return late
@@ -405,7 +241,7 @@ class SavedTensors:
         self.pack_seconds += time.perf_counter() - started
 
     def _choose(self, tensor: Tensor, call: Call, need: Need, entry: Entry) -> ExactHandle | ShapeHandle | RecordHandle:
-        if need is Need.VALUES or self.plan.keeps_exact() or tensor.numel() == 0:
+        if need is Need.VALUES or self.policy.keeps_exact() or tensor.numel() == 0:
             return ExactHandle(tensor, entry)
         if need is Need.SHAPE:
             return ShapeHandle(tensor, entry)
@@ -414,17 +250,17 @@ class SavedTensors:
         layers = set(self._last_sharers.get(call.site, ())) if entry.site == call.site else set()
         if need is Need.APPROXIMATE:
             layers.add(call.layer)
-        codec: Codec = self.plan.codec
+        codec: Codec = self.policy.codec
         bound: ErrorBound | None = None
         if need is Need.APPROXIMATE or (need is Need.SIGN and layers):
-            bound = self.plan.bound_for(layers, tensor)
+            bound = self.policy.bound_for(layers, tensor)
             if bound is None:
                 return ExactHandle(tensor, entry)
         elif need is Need.WINDOW:
             codec = WindowIndexCodec(**call.pooling())
         else:
             codec = SignMaskCodec()
-        key = _geometry(tensor)
+        key = geometry(tensor)
         record = entry.records.get(key)
         if record is None or not record.serves(need, bound):
             keeps_sign = need is Need.SIGN
@@ -464,7 +300,7 @@ class AttributionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         with self._saved_tensors.running(call):
             output = func(*args, **kwargs)
-        self._saved_tensors.plan.called(call, output)
+        self._saved_tensors.policy.called(call, output)
         if call.late:
             self._saved_tensors.settle(call)
         return output
@@ -514,18 +350,3 @@ def _tensors(values: Any) -> list[Tensor]:
     elif not isinstance(values, list | tuple):
         return []
     return [tensor for value in values for tensor in _tensors(value)]
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    """What a record of this tensor can stand for: any view of the same dense stretch of memory, else this view only."""
-    layout = (tensor.numel(),) if _is_dense(tensor) else (tensor.shape, tensor.stride())
-    return (tensor._version, tensor.storage_offset(), tensor.dtype, layout)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills one stretch of memory, in the order of its strides."""
-    return (
-        tensor.is_contiguous()
-        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
-    )

@@ -52,6 +52,7 @@ class Controller:
     """The rule that all share; a subclass says which gradient error a layer may have."""
 
     name: str
+    reads_momentum = False  # whether statistics need `momentum_magnitude`
 
     def __init__(self) -> None:
         self._bounds: dict[str, Bound] = {}
@@ -118,6 +119,7 @@ class MomentumController(Controller):
     """Gradient error at a fraction of the mean momentum's magnitude (COMET's rule)."""
 
     name = "momentum"
+    reads_momentum = True
 
     def __init__(self, *, momentum_fraction: float) -> None:
         super().__init__()

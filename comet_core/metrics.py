@@ -74,6 +74,11 @@ class EvalMetrics:
     wall_seconds: float | None = _metric("Time since the start", "s")
 
 
+def compression_ratio(saved_bytes: int, held_bytes: int) -> float | None:
+    """Bytes without compression over bytes really held; None where nothing is held."""
+    return saved_bytes / held_bytes if held_bytes else None
+
+
 def axis_label(metric: type, name: str) -> str:
     """Label and unit of a field, as an axis shows it: "Step time (s)"."""
     metadata = next(entry.metadata for entry in fields(metric) if entry.name == name)

@@ -34,7 +34,6 @@ class Operator:
 
     name: str
     parameters: tuple[str, ...]
-    channel_dim: int | None = None  # of input and output; where bounds are set per channel
 
     @property
     def is_convolution(self) -> bool:
@@ -53,10 +52,10 @@ _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _POOL = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 _INPUT = ("input",)
 
-CONV1D, CONV2D, CONV3D = (Operator(f"conv{n}d", _CONV, 1) for n in (1, 2, 3))
+CONV1D, CONV2D, CONV3D = (Operator(f"conv{n}d", _CONV) for n in (1, 2, 3))
 LINEAR = Operator("linear", ("input", "weight", "bias"))
 BATCH_NORM = Operator(
-    "batch_norm", ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"), 1
+    "batch_norm", ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 )
 RELU = Operator("relu", _INPUT)
 DROPOUT = Operator("dropout", _INPUT)

@@ -24,14 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from comet_core import codecs, config
-from comet_core.activations import Ledger, SavedTensors, weakly
+from comet_core.activations import SavedTensors, weakly
 from comet_core.controllers import CONTROLLERS
 from comet_core.device_memory import DeviceMemory
-from comet_core.metrics import LayerMetrics, Recorder, StepMetrics
+from comet_core.metrics import LayerMetrics, Recorder, StepMetrics, compression_ratio
 from comet_core.operators import storage_of
 from comet_core.policies.base import MemoryPolicy
 from comet_core.policies.baseline import BaselinePolicy
 from comet_core.policies.compress import CompressPolicy
+from comet_core.saved_records import Ledger
 
 _log = logging.getLogger(__name__)
 _attached: weakref.WeakValueDictionary[int, "Session"] = weakref.WeakValueDictionary()  # by id of the model
@@ -174,8 +175,8 @@ class Session:
             conv_input_saved_bytes=count.conv_input_saved,
             conv_input_held_bytes=count.conv_input_held,
             batch_bytes=self._ledger.batch_bytes,
-            compression_ratio=_ratio(count.saved, count.held),
-            conv_input_ratio=_ratio(count.conv_input_saved, count.conv_input_held),
+            compression_ratio=compression_ratio(count.saved, count.held),
+            conv_input_ratio=compression_ratio(count.conv_input_saved, count.conv_input_held),
             static_bytes=self._static_bytes(),
             step_seconds=None if saved.forward_started is None else now - saved.forward_started,
             pack_seconds=saved.pack_seconds,
@@ -210,10 +211,6 @@ class Session:
                 "session.step() once after each optimizer step.",
                 stacklevel=2,
             )
-
-
-def _ratio(saved: int, held: int) -> float | None:
-    return saved / held if held else None
 
 
 @functools.cache

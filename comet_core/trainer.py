@@ -26,7 +26,7 @@ from comet_core.codecs.base import ErrorBound
 from comet_core.config import RunConfig, check_system
 from comet_core.datasets import Dataset, load_dataset
 from comet_core.device_memory import process_rss_bytes
-from comet_core.metrics import EvalMetrics, Recorder, StepMetrics
+from comet_core.metrics import EvalMetrics, Recorder, StepMetrics, compression_ratio
 from comet_core.models import build_model
 
 WARM_UP_STEPS = 10  # left out of the mean step time: compilation, first touch of memory
@@ -260,8 +260,8 @@ class _Summary:
             "num_steps": self._num_steps,
             "test_accuracy": self._accuracies[-1] if self._accuracies else None,
             "best_test_accuracy": max(self._accuracies, default=None),
-            "compression_ratio": _ratio(counted["saved_bytes"], counted["held_bytes"]),
-            "conv_input_ratio": _ratio(counted["conv_input_saved_bytes"], counted["conv_input_held_bytes"]),
+            "compression_ratio": compression_ratio(counted["saved_bytes"], counted["held_bytes"]),
+            "conv_input_ratio": compression_ratio(counted["conv_input_saved_bytes"], counted["conv_input_held_bytes"]),
             "start_rss_bytes": self._start_rss_bytes,
             **self._peaks,
             "peak_rss_above_start_bytes": None if rss is None else rss - self._start_rss_bytes,
@@ -269,7 +269,3 @@ class _Summary:
             "median_step_seconds": statistics.median(self._seconds) if self._seconds else None,
             "wall_seconds": wall_seconds,
         }
-
-
-def _ratio(saved: int, held: int) -> float | None:
-    return saved / held if held else None

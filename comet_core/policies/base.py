@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.codecs.base import Codec, ErrorBound
-from comet_core.metrics import LayerMetrics
+from comet_core.metrics import LayerMetrics, compression_ratio
 from comet_core.operators import Call
 
 
@@ -55,7 +55,7 @@ class MemoryPolicy:
                 operator=operator,
                 saved_bytes=saved,
                 held_bytes=held,
-                compression_ratio=saved / held if held else None,
+                compression_ratio=compression_ratio(saved, held),
                 bits_per_value=8 * held / count if count else None,
                 **self._known(name),
             )

@@ -129,7 +129,7 @@ class CompressPolicy(MemoryPolicy):
         sampling = samples_gradients(iteration + 1, self.collect_every)
         for sampler in self._samplers.values():
             sampler.enabled = sampling or (
-                self.controller.name == "momentum" and sampler.needs_every_gradient(self._optimizers)
+                self.controller.reads_momentum and sampler.needs_every_gradient(self._optimizers)
             )
         return collecting
 
@@ -144,7 +144,9 @@ class CompressPolicy(MemoryPolicy):
             value_std=layer.value_std,
             value_range=layer.value_range,
             gradient_variance=sampler.gradient_variance if sampler else None,
-            momentum_magnitude=sampler.momentum_magnitude(self._optimizers) if sampler else None,
+            momentum_magnitude=(
+                sampler.momentum_magnitude(self._optimizers) if sampler and self.controller.reads_momentum else None
+            ),
         )
 
     def _known(self, name: str) -> dict[str, Any]:

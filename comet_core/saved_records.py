@@ -1,0 +1,191 @@
+"""What is kept of a saved tensor, who shares it, and how many bytes it holds.
+
+One storage is one entry, found by the storage's identity, which a weak reference keeps from being used again. A record
+serves a later pack only at the same version (no change in place since) and within the later one's bound. Autograd owns
+a handle for each tensor that it saved; handles own records and entries, and these book their bytes in the ledger when
+they are made and when they die. So nothing is deleted by hand, and bytes are counted by storage.
+"""
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from comet_core.codecs.base import Codec, Encoded, ErrorBound
+from comet_core.operators import Need
+
+
+@dataclass
+class ByteCount:
+    """Bytes saved for backward at one moment (THEORY section 5). Convolution inputs are part of saved and held."""
+
+    saved: int = 0
+    held: int = 0
+    conv_input_saved: int = 0
+    conv_input_held: int = 0
+
+
+class Ledger:
+    """Running byte counts and their values at the moment when most was saved. Entries and records book themselves."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # records die in whichever thread drops them, also inside another booking
+        self.now = ByteCount()
+        self.peak = ByteCount()
+        self.batch_bytes = 0
+
+    def book(self, **change: int) -> None:
+        with self.lock:
+            for name, amount in change.items():
+                setattr(self.now, name, getattr(self.now, name) + amount)
+            if tuple(vars(self.now).values()) > tuple(vars(self.peak).values()):
+                self.peak = ByteCount(**vars(self.now))
+
+    def close_iteration(self) -> ByteCount:
+        """The peak since the last call; counting starts again from what is alive now."""
+        with self.lock:
+            peak, self.peak = self.peak, ByteCount(**vars(self.now))
+            return peak
+
+
+class Entry:
+    """One storage that backward needs, alive as long as any handle on it."""
+
+    def __init__(self, ledger: Ledger, storage: torch.UntypedStorage) -> None:
+        self.ledger = ledger
+        self.reference = StorageWeakRef(storage)  # weak: lets the data go, keeps the address taken
+        self.raw_bytes = storage.nbytes()
+        self.site: tuple[str, str, int] | None = None  # who packed it first
+        self.records: weakref.WeakValueDictionary[tuple[Any, ...], Record] = weakref.WeakValueDictionary()
+        self.num_exact = 0
+        self.is_conv_input = False
+        ledger.book(saved=self.raw_bytes)
+
+    def hold_exact(self, amount: int) -> None:
+        """Count one exact handle more (+1) or fewer (-1): the first holds the bytes, the last frees them."""
+        with self.ledger.lock:
+            before, self.num_exact = self.num_exact, self.num_exact + amount
+            change = self.raw_bytes * (bool(self.num_exact) - bool(before))
+            self.ledger.book(held=change, conv_input_held=change if self.is_conv_input else 0)
+
+    def mark_conv_input(self) -> None:
+        with self.ledger.lock:
+            if not self.is_conv_input:
+                self.is_conv_input = True
+                held = self.raw_bytes if self.num_exact else 0
+                self.ledger.book(conv_input_saved=self.raw_bytes, conv_input_held=held)
+
+    def __del__(self) -> None:
+        self.ledger.book(saved=-self.raw_bytes, conv_input_saved=-self.raw_bytes if self.is_conv_input else 0)
+
+
+class Record:
+    """A compressed copy of a storage's values, shared by the handles of every operator that can use it."""
+
+    def __init__(
+        self, entry: Entry, codec: Codec, encoded: Encoded, bound: ErrorBound | None, *, keeps_sign: bool
+    ) -> None:
+        self.entry, self.codec, self.encoded, self.bound = entry, codec, encoded, bound
+        self.keeps_sign = keeps_sign
+        self.is_conv_input = False
+        entry.ledger.book(held=encoded.nbytes)
+
+    def mark_conv_input(self) -> None:
+        with self.entry.ledger.lock:
+            if not self.is_conv_input:
+                self.is_conv_input = True
+                self.entry.ledger.book(conv_input_held=self.encoded.nbytes)
+
+    def serves(self, need: Need, bound: ErrorBound | None) -> bool:
+        """Whether backward gets what it needs from this record, within `bound` (absolute), so none is made."""
+        if need is Need.SIGN and not self.keeps_sign:
+            return False
+        if bound is None:
+            return need is not Need.APPROXIMATE
+        if self.bound is None:
+            return False
+        own, asked = torch.as_tensor(self.bound.value), torch.as_tensor(bound.value)
+        return (own.shape == asked.shape or 0 in (own.dim(), asked.dim())) and bool((own <= asked).all())
+
+    def __del__(self) -> None:
+        nbytes = self.encoded.nbytes
+        self.entry.ledger.book(held=-nbytes, conv_input_held=-nbytes if self.is_conv_input else 0)
+
+
+class ExactHandle:
+    """Keeps the tensor itself. Raises as autograd does if it was changed in place before backward."""
+
+    def __init__(self, tensor: Tensor, entry: Entry | None) -> None:
+        self.tensor, self.version, self.entry = tensor.detach(), tensor._version, entry
+        if entry is not None:
+            entry.hold_exact(+1)
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.type()} of shape {list(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"expected version {self.version}. Change a copy, or make the change before the tensor is used."
+            )
+        return self.tensor
+
+    def __del__(self) -> None:
+        if self.entry is not None:
+            self.entry.hold_exact(-1)
+
+
+class ShapeHandle:
+    """Keeps shape, dtype and device of a tensor whose values backward never reads; unpacks to zeros of one element."""
+
+    def __init__(self, tensor: Tensor, entry: Entry) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.entry = entry
+
+    def unpack(self) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+class RecordHandle:
+    """A record and the geometry in which this operator saw it."""
+
+    def __init__(self, record: Record, tensor: Tensor) -> None:
+        self.record, self.shape, self.stride = record, tensor.shape, tensor.stride()
+        self.is_dense = _is_dense(tensor)
+
+    def unpack(self) -> Tensor:
+        tensor = self.record.codec.decode(self.record.encoded)
+        if not self.is_dense:  # gaps or overlaps are not stored: such a layout comes back contiguous
+            return tensor
+        return tensor.as_strided(self.shape, self.stride)
+
+
+class LateHandle:
+    """Keeps the tensor while its operator runs; what is kept of it afterwards is decided when the operator returns."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.kept: ExactHandle | RecordHandle = ExactHandle(tensor, None)
+
+    def unpack(self) -> Tensor:
+        return self.kept.unpack()
+
+
+Handle = ExactHandle | ShapeHandle | RecordHandle | LateHandle
+
+
+def geometry(tensor: Tensor) -> tuple[Any, ...]:
+    """What a record of this tensor can stand for: any view of the same dense stretch of memory, else this view only."""
+    layout = (tensor.numel(),) if _is_dense(tensor) else (tensor.shape, tensor.stride())
+    return (tensor._version, tensor.storage_offset(), tensor.dtype, layout)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills one stretch of memory, in the order of its strides."""
+    return (
+        tensor.is_contiguous()
+        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
+    )
