@@ -78,10 +78,11 @@ def serve(port: int, host: str, slots: int) -> int:
     _check_port(host, port)
     database.engine().dispose()  # a database that cannot be used is said here, once
     commands = {
-        "scheduler": ["-m", "storage", "scheduler", "--slots", str(slots)],
+        "scheduler": ["-m", "storage", "scheduler"],
         "web": ["-m", "streamlit", "run", "app.py", "--server.port", str(port), "--server.address", host,
                 "--server.headless", "true", "--browser.gatherUsageStats", "false"],
     }  # fmt: skip
+    os.environ["COMET_SLOTS"] = str(slots)  # for both: the scheduler keeps to it, a page shows it
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

@@ -152,6 +152,7 @@ def test_upload_launch_watch_compare(page: Page, lab: Lab, images: Path):
     expect(page.get_by_text("What compression did last")).to_be_visible()
     picture(page, "home")
     page.get_by_role("link", name="About").click()
+    expect(page.get_by_test_id("stMetric").filter(has_text="Slots")).to_contain_text("2")  # as `serve` was told
     picture(page, "about")
     page.emulate_media(color_scheme="dark")
     for name in ("compare", "run_detail"):
