@@ -12,6 +12,8 @@ What every codec promises:
 * `Encoded.nbytes` is what is really held, and never above the tensor's own bytes plus the header: what would grow is
   stored verbatim.
 * Any shape works: 0-d, empty, one element, expanded.
+* A record that was truncated, extended or altered is refused with `DamagedRecord`, or decodes to other values where the
+  damage cannot be seen; never does it read beyond its parts, or ask for more memory than these can stand for.
 * The values follow `Codec.guarantee`:
 
   ============= ====================================================================================================
@@ -19,13 +21,16 @@ What every codec promises:
   `bounded`     every finite value comes back within the bound, checked while encoding with the arithmetic of the
                 decoder; NaN and infinities come back bit for bit; zeros stay zero; with `sign_exact` non-zeros also
                 keep their sign and never become zero. Dtypes without a bound (integers, bool, complex) are exact
-  `unbounded`   an approximation without a promise on any single value
+  `unbounded`   an approximation without a bound on any single value: the codec's docstring says how good it is. Finite
+                values stay finite, NaN and infinities come back bit for bit; with `sign_exact` zeros stay zero, and
+                non-zeros keep their sign and never become zero. Dtypes other than floats are exact
   `pattern`     only what one operator's backward reads comes back, by the formula in the codec's docstring
   ============= ====================================================================================================
 
 This file does not choose bounds (`comet_core.controllers` does) and knows nothing about devices.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -39,6 +44,14 @@ HEADER_BYTES = 256
 """Counted for a record itself: the object, shape, strides and the codec's few numbers."""
 PART_BYTES = 96
 """Counted for each part of a record: the Python object around the bytes and its entry in the header."""
+_MOST_VALUES = 1 << 48  # no memory holds more; beyond, torch's own arithmetic of sizes would overflow
+
+
+class DamagedRecord(ValueError):
+    """The parts, numbers and shape of a record do not belong together: it is not what `encode` made."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"this record is damaged: {problem}. Encode the tensor again, or read the record anew.")
 
 
 @dataclass(frozen=True)
@@ -130,26 +143,35 @@ class Codec(ABC):
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         """Encode a strided tensor of any shape, dtype and device.
 
-        `bound` is needed by `bounded` codecs and ignored by `exact` and `pattern` ones, as is `sign_exact`.
+        `bound` is needed by `bounded` codecs and ignored by all others; `sign_exact` matters to `bounded` and
+        `unbounded` ones.
         Raises ValueError for a bound that is missing, invalid or does not fit the tensor, and for tensors the codec
         cannot hold (sparse, quantized).
         """
 
     @abstractmethod
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
-        """A new tensor on `device` (default: where the input was). Raises ValueError for another codec's record."""
+        """A new tensor on `device` (default: where the input was).
+
+        Raises ValueError for another codec's record, and DamagedRecord, a ValueError too, for one that is not as
+        `encode` made it.
+        """
 
     def record(self, dense: Tensor, parts: tuple[Any, ...], meta: Any = None) -> Encoded:
         """The record of a tensor that `dense_of` returned."""
         return Encoded(self.name, dense.shape, dense.stride(), dense.dtype, dense.device, parts, meta)
 
     def check_own(self, encoded: Encoded) -> None:
-        """Raise ValueError unless this codec made the record."""
+        """Raise ValueError unless this codec made the record, and DamagedRecord unless its geometry is a dense one."""
         if encoded.codec != self.name:
             raise ValueError(
                 f"this record was made by codec {encoded.codec!r} and given to {self.name!r}; "
                 f"decode it with get_codec({encoded.codec!r})."
             )
+        shape, stride = encoded.shape, encoded.stride
+        fits = len(shape) == len(stride) and all(0 <= number < _MOST_VALUES for number in (*shape, *stride))
+        if not fits or math.prod(max(size, 1) for size in shape) >= _MOST_VALUES or not _fills_memory(shape, stride):
+            raise DamagedRecord(f"no dense tensor has shape {tuple(shape)} and strides {stride}")
 
 
 def dense_of(tensor: Tensor) -> Tensor:
@@ -163,14 +185,19 @@ def dense_of(tensor: Tensor) -> Tensor:
             "Store its parts, or call to_dense() or dequantize()."
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor if _fills_memory(tensor.shape, tensor.stride()) else tensor.contiguous()
+
+
+def _fills_memory(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one block of memory, each place once; always where there are none."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size == 1:
             continue
-        if stride != expected:
-            return tensor.contiguous()
+        if step != expected:
+            return 0 in shape
         expected *= size
-    return tensor
+    return True
 
 
 def flat_of(dense: Tensor) -> Tensor:
@@ -181,3 +208,20 @@ def flat_of(dense: Tensor) -> Tensor:
 def empty_like_record(encoded: Encoded) -> Tensor:
     """An uninitialised tensor with the record's shape, strides, dtype and device."""
     return torch.empty_strided(encoded.shape, encoded.stride, dtype=encoded.dtype, device=encoded.device)
+
+
+def check_num_parts(encoded: Encoded, expected: int) -> None:
+    """Raise DamagedRecord unless the record has `expected` parts."""
+    if len(encoded.parts) != expected:
+        raise DamagedRecord(f"it has {len(encoded.parts)} parts instead of {expected}")
+
+
+def tensor_part(encoded: Encoded, index: int, dtype: torch.dtype, count: int) -> Tensor:
+    """Part `index` of a record: (count,) values of `dtype` on the record's device, else DamagedRecord."""
+    part = encoded.parts[index]
+    if not isinstance(part, Tensor) or (part.dtype, part.shape, part.device, part.is_contiguous()) != (
+        dtype, (count,), encoded.device, True,
+    ):  # fmt: skip
+        found = f"{part.dtype} of shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+        raise DamagedRecord(f"part {index} is {found} instead of {dtype} of shape {(count,)} on {encoded.device}")
+    return part

@@ -7,10 +7,21 @@ Tensors on a GPU are kept as they are: the zstd stage runs on the CPU only.
 Sources: the byte shuffle of HDF5 and Blosc.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from comet_core.codecs.base import Codec, Encoded, ErrorBound, dense_of, empty_like_record, flat_of
+from comet_core.codecs.base import (
+    Codec,
+    DamagedRecord,
+    Encoded,
+    ErrorBound,
+    check_num_parts,
+    dense_of,
+    empty_like_record,
+    flat_of,
+)
 from comet_core.codecs.kernels import reference, twin_of
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES, compress, decompress, run_chunks
 
@@ -23,17 +34,28 @@ class LosslessCodec(Codec):
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense = dense_of(tensor)
-        chunks = flat_of(dense).split(CHUNK_VALUES)
-        parts = run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks), threaded=dense.device.type == "cpu")
-        return self.record(dense, tuple(parts))
+        return self.record(dense, encode_exactly(dense))
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
-        out = empty_like_record(encoded)
-        chunks = flat_of(out).split(CHUNK_VALUES)
-        threaded = out.device.type == "cpu"
-        run_chunks(lambda index: decode_bytes(encoded.parts[index], chunks[index]), len(chunks), threaded=threaded)
-        return out.to(device or encoded.device)
+        return decode_exactly(encoded).to(device or encoded.device)
+
+
+def encode_exactly(dense: Tensor) -> tuple[bytes | Tensor, ...]:
+    """All values of a dense tensor, a part for each CHUNK_VALUES of them."""
+    chunks = flat_of(dense).split(CHUNK_VALUES) if dense.numel() else ()
+    threaded = dense.device.type == "cpu"
+    return tuple(run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks), threaded=threaded))
+
+
+def decode_exactly(encoded: Encoded) -> Tensor:
+    """The tensor of a record all of whose parts encode_exactly made. Raises DamagedRecord for others."""
+    num_chunks = -(-math.prod(encoded.shape) // CHUNK_VALUES)
+    check_num_parts(encoded, num_chunks)
+    out = empty_like_record(encoded)
+    chunks, threaded = flat_of(out).split(CHUNK_VALUES), out.device.type == "cpu"
+    run_chunks(lambda index: decode_bytes(encoded.parts[index], chunks[index]), num_chunks, threaded=threaded)
+    return out
 
 
 def encode_bytes(x: Tensor) -> bytes | Tensor:
@@ -50,9 +72,11 @@ def encode_bytes(x: Tensor) -> bytes | Tensor:
 
 
 def decode_bytes(part: bytes | Tensor, out: Tensor) -> None:
-    """Write what encode_bytes stored into out (n,)."""
+    """Write what encode_bytes stored into out (n,). Raises DamagedRecord for parts of another size or type."""
     target = out.view(torch.uint8)
     if isinstance(part, Tensor):
+        if part.dtype != torch.uint8 or part.shape != target.shape:
+            raise DamagedRecord(f"a part is {part.dtype} of shape {tuple(part.shape)} instead of {out.nbytes} bytes")
         target.copy_(part)
         return
     data, twin = decompress(part, out.nbytes), twin_of(target)

@@ -6,10 +6,22 @@ also holds the largest value. The bits are not compressed any further: they hard
 Source: the sign of ReLU results in one bit, Gist (Jain et al. 2018).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from comet_core.codecs.base import Codec, Encoded, ErrorBound, dense_of, empty_like_record, flat_of
+from comet_core.codecs.base import (
+    Codec,
+    DamagedRecord,
+    Encoded,
+    ErrorBound,
+    check_num_parts,
+    dense_of,
+    empty_like_record,
+    flat_of,
+    tensor_part,
+)
 from comet_core.codecs.kernels import reference, twin_of
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
 
@@ -38,9 +50,14 @@ class SignMaskCodec(Codec):
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
+        check_num_parts(encoded, 1)
+        bits = tensor_part(encoded, 0, torch.uint8, -(-math.prod(encoded.shape) // 8)).split(CHUNK_VALUES // 8)
+        try:
+            value = torch.tensor(encoded.meta, dtype=encoded.dtype, device=encoded.device)
+        except (RuntimeError, ValueError, OverflowError) as error:
+            raise DamagedRecord(f"its largest value {encoded.meta} is not a {encoded.dtype}") from error
         out = empty_like_record(encoded)
-        value = torch.tensor(encoded.meta, dtype=out.dtype, device=out.device)
-        values, bits = flat_of(out).split(CHUNK_VALUES), encoded.parts[0].split(CHUNK_VALUES // 8)
+        values = flat_of(out).split(CHUNK_VALUES)
         twin = twin_of(out)
         fill = (twin or reference).fill_positive
         run_chunks(lambda index: fill(bits[index], value, values[index]), len(values), threaded=twin is not None)

@@ -11,10 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet_core.codecs.base import Codec, Encoded, ErrorBound, dense_of, empty_like_record, flat_of
+from comet_core.codecs.base import (
+    Codec,
+    DamagedRecord,
+    Encoded,
+    ErrorBound,
+    check_num_parts,
+    dense_of,
+    empty_like_record,
+    tensor_part,
+)
 from comet_core.codecs.kernels import reference
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES
-from comet_core.codecs.lossless import decode_bytes, encode_bytes
+from comet_core.codecs.lossless import decode_exactly, encode_exactly
+
+_WIDTHS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +55,14 @@ class WindowIndexCodec(Codec):
         input_size: tuple[int, int],
     ) -> None:
         self._windows = reference.Windows(kernel_size, stride, padding, dilation, input_size)
-        for name, lowest in (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1), ("input_size", 1)):
-            pair = getattr(self._windows, name)
-            if len(pair) != 2 or min(pair) < lowest:
-                raise ValueError(f"{name} is {pair!r}; allowed: a pair of ints of {lowest} or more.")
+        problem = _problem(self._windows)
+        if problem:
+            raise ValueError(problem)
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense = dense_of(tensor)
         positions = math.prod(self._windows.kernel_size)
-        bits = next((bits for bits in (1, 2, 4, 8) if positions <= 1 << bits), 0)
+        bits = next((bits for bits in _WIDTHS if positions <= 1 << bits), 0)
         if bits and dense.ndim >= 2 and dense.dtype == torch.int64 and dense.numel():
             planes = dense.reshape(-1, *dense.shape[-2:])
             codes = torch.empty(planes.shape, dtype=torch.uint8, device=dense.device)
@@ -62,18 +72,35 @@ class WindowIndexCodec(Codec):
             ):
                 packed = reference.pack_bits(codes.view(-1), bits)
                 return self.record(dense, (packed,), _Meta(bits, self._windows))
-        return self.record(dense, (encode_bytes(flat_of(dense)),), _Meta(0, self._windows))
+        return self.record(dense, encode_exactly(dense), _Meta(0, self._windows))
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
-        out, meta = empty_like_record(encoded), encoded.meta
-        if meta.bits:
-            codes = reference.unpack_bits(encoded.parts[0], meta.bits, out.numel()).view(-1, *out.shape[-2:])
-            planes = torch.cat([reference.window_indices(chunk, meta.windows) for chunk in _split(codes)])
-            out.copy_(planes.view(out.shape))
-        else:
-            decode_bytes(encoded.parts[0], flat_of(out))
+        meta = encoded.meta
+        if meta.bits == 0:
+            return decode_exactly(encoded).to(device or encoded.device)
+        problem = _problem(meta.windows)
+        if problem:
+            raise DamagedRecord(problem.rstrip("."))
+        count = math.prod(encoded.shape)
+        if meta.bits not in _WIDTHS or count == 0 or len(encoded.shape) < 2 or encoded.dtype != torch.int64:
+            raise DamagedRecord(f"no codes of {meta.bits} bits stand for {encoded.dtype} of {tuple(encoded.shape)}")
+        check_num_parts(encoded, 1)
+        packed = tensor_part(encoded, 0, torch.uint8, -(-count * meta.bits // 8))
+        out = empty_like_record(encoded)
+        codes = reference.unpack_bits(packed, meta.bits, count).view(-1, *out.shape[-2:])
+        planes = torch.cat([reference.window_indices(chunk, meta.windows) for chunk in _split(codes)])
+        out.copy_(planes.view(out.shape))
         return out.to(device or encoded.device)
+
+
+def _problem(windows: reference.Windows) -> str:
+    """What makes this no geometry of a max_pool2d, as a sentence; empty where it is one."""
+    for name, lowest in (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1), ("input_size", 1)):
+        pair = getattr(windows, name)
+        if len(pair) != 2 or not lowest <= min(pair) <= max(pair) < 1 << 31:
+            return f"{name} is {pair!r}; allowed: a pair of ints from {lowest} to {2**31 - 1}."
+    return ""
 
 
 def _split(planes: Tensor) -> tuple[Tensor, ...]:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from comet_core.codecs.base import DamagedRecord
+
 try:
     import zstandard
 except ImportError:
@@ -70,8 +72,14 @@ def compress(data: Any) -> bytes:
     return compressed if len(compressed) < len(raw) else bytes(raw)
 
 
-def decompress(data: bytes, size_bytes: int) -> np.ndarray:
-    """The `size_bytes` bytes that compress was given, as a read-only uint8 array."""
+def decompress(data: Any, size_bytes: int) -> np.ndarray:
+    """The `size_bytes` bytes that compress was given, as a read-only uint8 array.
+
+    Raises DamagedRecord for data that compress never gives for so many bytes, before memory is taken for them.
+    """
+    if not isinstance(data, bytes) or len(data) > size_bytes:
+        found = f"{len(data)} bytes" if isinstance(data, bytes) else type(data).__name__
+        raise DamagedRecord(f"a part is {found} where at most {size_bytes} bytes belong")
     if len(data) < size_bytes:
         if zstandard is None:
             raise RuntimeError(
@@ -79,5 +87,11 @@ def decompress(data: bytes, size_bytes: int) -> np.ndarray:
             )
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
-        data = _local.decompressor.decompress(data)
+        try:
+            claimed_bytes = zstandard.frame_content_size(data)
+            if claimed_bytes != size_bytes:
+                raise DamagedRecord(f"a part claims to hold {claimed_bytes} bytes where {size_bytes} belong")
+            data = _local.decompressor.decompress(data, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise DamagedRecord(f"a part does not decompress ({error})") from error
     return np.frombuffer(data, np.uint8)
