@@ -40,6 +40,10 @@ CONTROLLERS = {
 }
 CODECS = {
     "error_bounded": "quantiser with a bound on every value, packed and entropy coded",
+    "group_quantized": "2 bits a value, rounded at random within groups of 256, as ActNN does; reads no bound",
+    "dct": "8x8 blocks of each map as JPEG stores them, after JPEG-ACT; reads no bound",
+    "cast": "8-bit floats with one scale a tensor; reads no bound",
+    "sparse": "a bit a value and the values that are not zero, after Gist; exact",
     "lossless": "byte shuffle and zstd; exact",
 }
 SCHEDULES = {

@@ -25,17 +25,17 @@ ICONS = {
 def _relevant(values: dict[str, Any]) -> dict[str, bool]:
     """For the options that matter only sometimes: whether they do, given the others."""
     compress = values["policy"] == "compress"
-    lossy = compress and values["codec"] != "lossless"
+    bounded = compress and values["codec"] == "error_bounded"  # the others read no bound
     return {
         "dataset_path": values["dataset"] == "image_folder",
         "test_fraction": values["dataset"] in ("image_folder", "digits"),
         "codec": compress,
-        "controller": lossy,
-        "collect_every": lossy,
-        "noise_budget": lossy and values["controller"] == "noise",
-        "norm_budget": lossy and values["controller"] == "noise",
-        "momentum_fraction": lossy and values["controller"] == "momentum",
-        "error_bound": lossy and values["controller"] == "fixed",
+        "controller": bounded,
+        "collect_every": bounded,
+        "noise_budget": bounded and values["controller"] == "noise",
+        "norm_budget": bounded and values["controller"] == "noise",
+        "momentum_fraction": bounded and values["controller"] == "momentum",
+        "error_bound": bounded and values["controller"] == "fixed",
     }
 
 

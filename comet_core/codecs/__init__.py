@@ -4,13 +4,21 @@ import inspect
 from typing import Any
 
 from comet_core.codecs.base import Codec
+from comet_core.codecs.cast import CastCodec
+from comet_core.codecs.dct import DctCodec
 from comet_core.codecs.error_bounded import ErrorBoundedCodec
+from comet_core.codecs.group_quantized import GroupQuantizedCodec
 from comet_core.codecs.lossless import LosslessCodec
 from comet_core.codecs.sign_mask import SignMaskCodec
+from comet_core.codecs.sparse import SparseCodec
 from comet_core.codecs.window_index import WindowIndexCodec
 
 CODECS: dict[str, type[Codec]] = {
     "error_bounded": ErrorBoundedCodec,
+    "group_quantized": GroupQuantizedCodec,
+    "dct": DctCodec,
+    "cast": CastCodec,
+    "sparse": SparseCodec,
     "lossless": LosslessCodec,
     "sign_mask": SignMaskCodec,
     "window_index": WindowIndexCodec,

@@ -18,7 +18,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from comet_core.codecs.kernels.reference import Grid
+from comet_core.codecs.kernels.reference import GROUP_VALUES, Grid
 
 _BLOCK = 256
 _LANES = 16
@@ -312,3 +312,124 @@ def positive_bits(x: Tensor) -> Tensor:
 def fill_positive(bits: Tensor, value: Tensor, out: Tensor) -> None:
     """Twin of reference.fill_positive."""
     _fill_positive(bits.numpy(), value.numpy()[()], out.numpy())
+
+
+@_compiled
+def _mixed(h: Any) -> Any:
+    h = np.uint32(h ^ (h >> np.uint32(16)))
+    h = np.uint32(h * np.uint32(0x85EBCA6B))
+    h = np.uint32(h ^ (h >> np.uint32(13)))
+    h = np.uint32(h * np.uint32(0xC2B2AE35))
+    return np.uint32(h ^ (h >> np.uint32(16)))
+
+
+@_compiled
+def _encode_groups(
+    x: np.ndarray, first_group: int, bits: int, seed: int, sign_exact: bool, low: np.ndarray, step: np.ndarray,
+    packed: np.ndarray,
+) -> None:  # fmt: skip
+    """Fill low (G,), step (G,) with bits of bfloat16, and packed."""
+    float32_max, golden = np.float64(np.finfo(np.float32).max), np.uint32(0x9E3779B9)
+    num_steps = np.float64((1 << bits) - 1 - int(sign_exact))
+    first_code = np.float64(sign_exact)
+    zero, infinity = np.float64(0), np.float64(np.inf)
+    # Places behind the values of a short last group stay unused.
+    sizes, used = np.zeros(GROUP_VALUES, np.float64), np.zeros(GROUP_VALUES, np.bool_)
+    singles, pair = np.zeros(GROUP_VALUES, np.float32), np.zeros(1, np.float32)
+    singles_bits, pair_bits = singles.view(np.uint32), pair.view(np.int32)
+    lows, highs = np.zeros(_LANES, np.float64), np.zeros(_LANES, np.float64)
+    offsets = np.arange(1, GROUP_VALUES + 1).astype(np.uint32) * golden
+    noise, codes = np.zeros(GROUP_VALUES, np.float64), np.zeros(GROUP_VALUES, np.uint8)
+    per_byte = 8 // bits
+    seed_key = _mixed(np.uint32(seed))
+    for group in range(len(low)):
+        values = x[group * GROUP_VALUES : (group + 1) * GROUP_VALUES]
+        count = len(values)
+        used[count:], singles[count:] = False, 0
+        for j in range(count):
+            value = np.float64(values[j])
+            finite = abs(value) <= float32_max
+            value = value if finite else zero
+            singles[j] = np.float32(value)
+            sizes[j] = abs(value) if sign_exact else value
+            used[j] = finite and (value != zero or not sign_exact)
+        lows[:], highs[:] = infinity, -infinity
+        for lane in range(0, GROUP_VALUES, _LANES):
+            for j in range(_LANES):
+                size, known = sizes[lane + j], used[lane + j]
+                lows[j] = size if known and size < lows[j] else lows[j]
+                highs[j] = size if known and size > highs[j] else highs[j]
+        smallest, largest = lows.min(), highs.max()
+        if not smallest <= largest:
+            smallest = largest = zero
+        exact_step = (largest - smallest) / num_steps
+        exact_step = np.float64(max(exact_step, 2.0**-126)) if exact_step > 0 else exact_step
+        pair[0] = np.float32(exact_step)
+        step_bits = (pair_bits[0] + int(np.float64(pair[0]) < exact_step) + 0xFFFF) >> 16
+        pair_bits[0] = step_bits << 16
+        divisor = np.float64(pair[0]) if step_bits > 0 else np.float64(1)
+        low[group], step[group] = smallest, step_bits
+
+        # Modulo 2**32, which the reference does by masks.
+        checksum = np.uint32(0)
+        for j in range(GROUP_VALUES):
+            checksum = np.uint32(checksum + singles_bits[j])
+        key = _mixed(checksum ^ _mixed(np.uint32(first_group + group) ^ seed_key))
+        for j in range(GROUP_VALUES):
+            noise[j] = np.float64(_mixed(np.uint32(key + offsets[j]))) / 4294967296.0
+        for j in range(GROUP_VALUES):
+            q = np.floor((sizes[j] - smallest) / divisor + noise[j])
+            q = q if q < num_steps else num_steps
+            q = q + first_code if used[j] else zero
+            codes[j] = np.uint8(np.int32(q))
+        places = packed[group * GROUP_VALUES // per_byte : (group + 1) * GROUP_VALUES // per_byte]
+        if bits == 2:
+            for k in range(len(places)):
+                pairs = codes[4 * k : 4 * k + 4]
+                places[k] = pairs[0] | pairs[1] << 2 | pairs[2] << 4 | pairs[3] << 6
+        elif bits == 4:
+            for k in range(len(places)):
+                places[k] = codes[2 * k] | codes[2 * k + 1] << 4
+        else:
+            places[:] = codes[: len(places)]
+
+
+@_compiled
+def _decode_groups(
+    packed: np.ndarray, low: np.ndarray, step: np.ndarray, bits: int, sign_exact: bool, most: float, out: np.ndarray
+) -> None:
+    per_byte = 8 // bits
+    levels = np.zeros(1 << bits, out.dtype)
+    for group in range(len(low)):
+        for q in range(1 << bits):
+            y = np.float64(low[group]) + np.float64(q - int(sign_exact)) * np.float64(step[group])
+            levels[q] = -most if y < -most else most if y > most else y
+        if sign_exact:
+            levels[0] = 0
+        values = out[group * GROUP_VALUES : (group + 1) * GROUP_VALUES]
+        places = packed[group * GROUP_VALUES // per_byte : (group + 1) * GROUP_VALUES // per_byte]
+        whole = len(values) // per_byte
+        for k in range(whole):
+            byte = places[k]
+            for place in range(per_byte):
+                values[k * per_byte + place] = levels[byte >> (place * bits) & len(levels) - 1]
+        for j in range(whole * per_byte, len(values)):
+            values[j] = levels[places[whole] >> (j % per_byte * bits) & len(levels) - 1]
+
+
+def encode_groups(x: Tensor, first_group: int, bits: int, seed: int, sign_exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of reference.encode_groups."""
+    num_groups = -(-len(x) // GROUP_VALUES)
+    low, step = torch.empty(num_groups, dtype=x.dtype), torch.empty(num_groups, dtype=torch.bfloat16)
+    packed = torch.empty(-(-len(x) * bits // 8), dtype=torch.uint8)
+    _encode_groups(
+        x.numpy(), first_group, bits, seed, sign_exact, low.numpy(), step.view(torch.int16).numpy(), packed.numpy()
+    )
+    return low, step, packed
+
+
+def decode_groups(
+    packed: Tensor, low: Tensor, step: Tensor, bits: int, sign_exact: bool, largest: float, out: Tensor
+) -> None:
+    """Twin of reference.decode_groups."""
+    _decode_groups(packed.numpy(), low.numpy(), step.float().numpy(), bits, sign_exact, largest, out.numpy())

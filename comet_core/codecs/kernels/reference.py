@@ -16,6 +16,7 @@ the decoder returns, rounded to the tensor's dtype. What misses (so also NaN and
 and its bits are kept. The stored code is q + 2**(b-1).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -193,3 +194,138 @@ def window_indices(codes: Tensor, windows: Windows) -> Tensor:
     code_row = code.div(windows.kernel_size[1], rounding_mode="floor")
     row = rows + code_row * windows.dilation[0]
     return row * windows.input_size[1] + columns + (code - code_row * windows.kernel_size[1]) * windows.dilation[1]
+
+
+GROUP_VALUES = 256
+"""Neighbours in memory that share one minimum and one step (`group_quantized`)."""
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_UINT32 = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+
+
+def mixed(h: Tensor) -> Tensor:
+    """int64 numbers in 0 .. 2**32 - 1, well mixed to others in this range; the finaliser of MurmurHash3 (Appleby)."""
+    h = h ^ (h >> 16)
+    h = (h * 0x85EBCA6B) & _UINT32
+    h = h ^ (h >> 13)
+    h = (h * 0xC2B2AE35) & _UINT32
+    return h ^ (h >> 16)
+
+
+def encode_groups(x: Tensor, first_group: int, bits: int, seed: int, sign_exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Round the (n,) values of x, float32 or float64, at random to 2**bits levels of their group.
+
+    x begins at group `first_group` of the whole tensor; its last group may be short. In float64, over the group's
+    values v that are finite and not beyond the range of float32:
+
+        plain        low = min v       step = (max v - low) / (2**bits - 1)      q = floor((v - low) / step + u)
+        sign exact   the same with |v| of those not 0, one level fewer, and q one higher; q = 0 for 0
+
+    q = 0 for all others. step is rounded up to bfloat16, at least 2**-126 where it is not 0, so that low + q * step
+    reaches the largest. u is uniform in [0, 1), a hash of the seed, of the index and of all values of the group: the
+    same tensor gives the same codes, and another one other noise.
+
+    Gives low (G,) in the dtype of x, step (G,) bfloat16 and the packed codes.
+    """
+    count, num_groups = len(x), -(-len(x) // GROUP_VALUES)
+    values = torch.nn.functional.pad(x, (0, -count % GROUP_VALUES)).view(num_groups, GROUP_VALUES).double()
+    place = torch.arange(GROUP_VALUES, device=x.device)
+    group = torch.arange(num_groups, device=x.device)[:, None]
+    used = (group * GROUP_VALUES + place < count) & (values.abs() <= _FLOAT32_MAX)
+    checksum = torch.where(used, values.float().view(torch.int32), 0).sum(1, keepdim=True) & _UINT32
+    key = mixed(checksum ^ mixed(((first_group + group) & _UINT32) ^ mixed(torch.full_like(group, seed))))
+    noise = mixed((key + (place + 1) * _GOLDEN) & _UINT32).double() / 2.0**32
+
+    if sign_exact:
+        values = values.abs()
+        used &= values > 0
+    num_steps = (1 << bits) - 1 - int(sign_exact)
+    low, high = (values.where(used, extreme) for extreme in (torch.inf, -torch.inf))
+    low, high = low.amin(1, keepdim=True), high.amax(1, keepdim=True)
+    low, high = low.where(low <= high, 0), high.where(low <= high, 0)
+    exact_step = (high - low) / num_steps
+    rounded = exact_step.clamp(min=2.0**-126).where(exact_step > 0, 0)
+    step32 = rounded.float().view(torch.int32) + (rounded.float().double() < rounded)
+    step = ((step32 + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    divisor = step.double().where(step > 0, 1)
+    q = torch.floor((values - low) / divisor + noise).clamp(max=num_steps) + int(sign_exact)
+    codes = torch.where(used, q, 0).to(torch.uint8).view(-1)[:count]
+    return low[:, 0].to(x.dtype), step[:, 0], pack_bits(codes, bits)
+
+
+def decode_groups(
+    packed: Tensor, low: Tensor, step: Tensor, bits: int, sign_exact: bool, largest: float, out: Tensor
+) -> None:
+    """Write low + q * step, computed in float64 and not beyond +-largest, into out (n,), float32 or float64.
+
+    With sign_exact, magnitudes: 0 for code 0, else low + (q - 1) * step.
+    """
+    group = torch.arange(len(out), device=out.device) // GROUP_VALUES
+    codes = unpack_bits(packed, bits, len(out))
+    y = low.double()[group] + (codes.double() - int(sign_exact)) * step.double()[group]
+    y = y.clamp(-largest, largest)
+    out.copy_(torch.where(codes == 0, 0, y) if sign_exact else y)
+
+
+# ITU-T T.81 table K.1, for luminance: rows are vertical frequencies.
+_JPEG_STEPS = (
+    (16, 11, 10, 16, 24, 40, 51, 61),
+    (12, 12, 14, 19, 26, 58, 60, 55),
+    (14, 13, 16, 24, 40, 57, 69, 56),
+    (14, 17, 22, 29, 51, 87, 80, 62),
+    (18, 22, 37, 56, 68, 109, 103, 77),
+    (24, 35, 55, 64, 81, 104, 113, 92),
+    (49, 64, 78, 87, 103, 121, 120, 101),
+    (72, 92, 95, 98, 112, 100, 103, 99),
+)
+
+
+def dct_steps(quality: int, device: torch.device) -> Tensor:
+    """(8, 8) float32 whole numbers from 8 to 255: the table of a JPEG quality from 1 to 100, none below 8."""
+    percent = 5000 // quality if quality < 50 else 200 - 2 * quality
+    table = torch.tensor(_JPEG_STEPS, device=device) * percent
+    return ((table + 50) // 100).clamp(8, 255).float()
+
+
+def _cosines(device: torch.device) -> Tensor:
+    """(8, 8) float32, the orthonormal DCT-II: row u holds cos((2 i + 1) u pi / 16) / 2, and sqrt(1/8) for u = 0."""
+    rows = [
+        [math.sqrt(1 / 8) if u == 0 else math.cos((2 * i + 1) * u * math.pi / 16) / 2 for i in range(8)]
+        for u in range(8)
+    ]
+    return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+def _transformed(blocks: Tensor, matrix: Tensor) -> Tensor:
+    """matrix @ blocks over dimension 0, (8, 8, n); added up in a fixed order, as a matrix product need not be."""
+    total = matrix[:, 0, None, None] * blocks[0]
+    for i in range(1, 8):
+        total = total + matrix[:, i, None, None] * blocks[i]
+    return total
+
+
+def encode_blocks(maps: Tensor, steps: Tensor) -> Tensor:
+    """Quantised DCT coefficients of (n, h, w) float32 maps within -127 .. 127, as int8 (64 * blocks,).
+
+    The coefficients of each frequency lie together, row by row of the 8x8 table; maps are padded with their last row
+    and column to multiples of 8.
+    """
+    height, width = maps.shape[1:]
+    padded = torch.nn.functional.pad(maps, (0, -width % 8, 0, -height % 8), mode="replicate")
+    rows, columns = padded.shape[1] // 8, padded.shape[2] // 8
+    blocks = padded.view(-1, rows, 8, columns, 8).permute(2, 4, 0, 1, 3).reshape(8, 8, -1)
+    cosines = _cosines(maps.device)
+    vertical = _transformed(blocks, cosines)
+    coefficients = _transformed(vertical.transpose(0, 1), cosines).transpose(0, 1)
+    return torch.round(coefficients / steps[:, :, None]).clamp(-127, 127).to(torch.int8).reshape(-1)
+
+
+def decode_blocks(codes: Tensor, steps: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of encode_blocks for maps of shape (n, h, w), but for what rounding lost."""
+    rows, columns = -(-shape[1] // 8), -(-shape[2] // 8)
+    coefficients = codes.view(8, 8, -1).float() * steps[:, :, None]
+    cosines = _cosines(codes.device).t()
+    vertical = _transformed(coefficients, cosines)
+    blocks = _transformed(vertical.transpose(0, 1), cosines).transpose(0, 1)
+    maps = blocks.view(8, 8, -1, rows, columns).permute(2, 3, 0, 4, 1).reshape(-1, rows * 8, columns * 8)
+    return maps[:, : shape[1], : shape[2]]

@@ -107,6 +107,46 @@ def test_the_twin_makes_the_same_bits_and_shuffled_bytes_as_the_reference(count)
             assert torch.equal(back, data) and torch.equal(expected, data)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("sign_exact", [False, True])
+def test_the_twin_rounds_groups_as_the_reference_does(dtype, bits, sign_exact):
+    cpu = twin()
+    for count in (1, 5, 255, 256, 257, 3001):
+        for x in inputs(dtype, count):
+            expected = reference.encode_groups(x, 5, bits, 3, sign_exact)
+            found = cpu.encode_groups(x, 5, bits, 3, sign_exact)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            low, step, packed = expected
+            y, y_expected = torch.empty_like(x), torch.empty_like(x)
+            for most in (torch.finfo(dtype).max, 3.0):
+                cpu.decode_groups(packed, low, step, bits, sign_exact, most, y)
+                reference.decode_groups(packed, low, step, bits, sign_exact, most, y_expected)
+                assert torch.equal(y.view(torch.uint8), y_expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 4, 5), (5, 17, 24)])
+def test_the_block_transform_is_a_cosine_transform_and_comes_back(shape):
+    maps = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 254 - 127
+    ones = torch.ones(8, 8)
+    codes = reference.encode_blocks(maps, ones * 8)
+    assert codes.dtype == torch.int8 and len(codes) == math.prod(shape[:1]) * 64 * math.prod(
+        math.ceil(size / 8) for size in shape[1:]
+    )
+    error = (reference.decode_blocks(codes, ones * 8, maps.shape) - maps).abs()
+    assert float(error.square().mean().sqrt()) < 4.01  # half a step, which an orthonormal transform does not enlarge
+    if shape[1:] == (8, 8):
+        matrix = torch.tensor(
+            [
+                [math.cos((2 * i + 1) * u * math.pi / 16) * math.sqrt((1 + (u > 0)) / 8) for i in range(8)]
+                for u in range(8)
+            ]
+        )
+        expected = torch.round(matrix @ maps @ matrix.t() / 8).to(torch.int8)
+        assert torch.equal(codes.view(64, 3), expected.view(3, 64).t())
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_packed_codes_come_back_the_first_in_the_lowest_bits(bits):
     codes = (torch.arange(77) * 7 % (1 << bits)).to(torch.uint8)
@@ -149,6 +189,8 @@ def test_an_index_beside_its_window_has_no_code():
 def golden_input(name):
     if name == "window_index":
         return torch.tensor([[[0, 3], [13, 10]]])
+    if name == "dct":
+        return (torch.arange(140) * 37 % 23 - 11).float().cumsum(0).view(1, 2, 7, 10) / 4
     values = (torch.arange(64) * 37 % 23 - 11).float() / 4
     values[5], values[40], values[41] = 1000.0, math.nan, -0.0
     return values
