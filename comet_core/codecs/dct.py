@@ -31,7 +31,7 @@ from comet_core.codecs.base import (
     tensor_part,
 )
 from comet_core.codecs.kernels import reference
-from comet_core.codecs.kernels.chunks import CHUNK_VALUES, compress, decompress
+from comet_core.codecs.kernels.chunks import CHUNK_VALUES, check_holds, compress, decompress
 from comet_core.codecs.lossless import decode_exactly, encode_exactly
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -108,14 +108,20 @@ class DctCodec(Codec):
         check_num_parts(encoded, 1 + -(-num_maps // maps_a_chunk) + (num_signs > 0))
         scale = tensor_part(encoded, 0, encoded.dtype, num_channels)
         signs = self._signs(encoded, num_signs)
+        counts = [
+            min(maps_a_chunk, num_maps - first) * -(-height // 8) * -(-width // 8) * 64
+            for first in range(0, num_maps, maps_a_chunk)
+        ]
+        for index, count in enumerate(counts, 1):  # before memory is taken for maps of the size that the shape claims
+            if isinstance(encoded.parts[index], Tensor):
+                tensor_part(encoded, index, torch.int8, count)
+            else:
+                check_holds(encoded.parts[index], count)
         steps = reference.dct_steps(quality, encoded.device)
         maps = torch.empty(num_maps, height, width, device=encoded.device)
-        for index, chunk in enumerate(maps.split(maps_a_chunk)):
-            count = len(chunk) * -(-height // 8) * -(-width // 8) * 64
-            part = encoded.parts[1 + index]
-            if isinstance(part, Tensor):
-                codes = tensor_part(encoded, 1 + index, torch.int8, count)
-            else:
+        for part, count, chunk in zip(encoded.parts[1:], counts, maps.split(maps_a_chunk), strict=False):
+            codes = part
+            if not isinstance(part, Tensor):
                 codes = torch.from_numpy(decompress(part, count).copy()).view(torch.int8).to(encoded.device)
             # Scaled values go from -1 to 1: what the table added beyond is taken off.
             chunk.copy_((reference.decode_blocks(codes, steps, chunk.shape) / 127).clamp(-1, 1))

@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 
 CHUNK_VALUES = 1 << 18
 """Values a chunk on the CPU."""
+_MOST_EXPANSION = 1 << 15  # of zstd: a block of 2**17 equal bytes takes four
 
 _local = threading.local()
 _pool: ThreadPoolExecutor | None = None
@@ -72,11 +73,8 @@ def compress(data: Any) -> bytes:
     return compressed if len(compressed) < len(raw) else bytes(raw)
 
 
-def decompress(data: Any, size_bytes: int) -> np.ndarray:
-    """The `size_bytes` bytes that compress was given, as a read-only uint8 array.
-
-    Raises DamagedRecord for data that compress never gives for so many bytes, before memory is taken for them.
-    """
+def check_holds(data: Any, size_bytes: int) -> None:
+    """Raise DamagedRecord unless `data` may be what compress gave for `size_bytes` bytes, before memory is taken."""
     if not isinstance(data, bytes) or len(data) > size_bytes:
         found = f"{len(data)} bytes" if isinstance(data, bytes) else type(data).__name__
         raise DamagedRecord(f"a part is {found} where at most {size_bytes} bytes belong")
@@ -85,12 +83,23 @@ def decompress(data: Any, size_bytes: int) -> np.ndarray:
             raise RuntimeError(
                 "this record was compressed with zstandard, which is missing here; pip install zstandard."
             )
+        try:
+            claimed_bytes = zstandard.frame_content_size(data)
+        except zstandard.ZstdError as error:
+            raise DamagedRecord(f"a part does not decompress ({error})") from error
+        if claimed_bytes != size_bytes or size_bytes > len(data) * _MOST_EXPANSION:
+            raise DamagedRecord(
+                f"a part of {len(data)} bytes claims to hold {claimed_bytes}; {size_bytes} belong there"
+            )
+
+
+def decompress(data: Any, size_bytes: int) -> np.ndarray:
+    """The `size_bytes` bytes that compress was given, as a read-only uint8 array. Raises DamagedRecord for others."""
+    check_holds(data, size_bytes)
+    if len(data) < size_bytes:
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
         try:
-            claimed_bytes = zstandard.frame_content_size(data)
-            if claimed_bytes != size_bytes:
-                raise DamagedRecord(f"a part claims to hold {claimed_bytes} bytes where {size_bytes} belong")
             data = _local.decompressor.decompress(data, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise DamagedRecord(f"a part does not decompress ({error})") from error
