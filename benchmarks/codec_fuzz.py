@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,14 @@ MOST_CRASHES = 20  # listed in the results, one of each kind; all are counted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.complex128]
 BOMB = zstandard.ZstdCompressor().compress(bytes(64 << 20))
-POOLING = dict(kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1))
+POOLING = dict(kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1), input_size=(12, 14))
 
 
 def random_codec(rng: random.Random, name: str) -> Codec:
     """A codec with parameters drawn from its range; the defaults where a codec is not listed here."""
     if name == "window_index":
-        return get_codec(name, **POOLING, input_size=(12, 14))
-    params = {
+        return get_codec(name, **POOLING)
+    params: dict[str, dict[str, Any]] = {
         "group_quantized": {"num_bits": rng.choice((2, 4, 8))},
         "cast": {"dtype": rng.choice(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"))},
         "dct": {"quality": rng.randint(1, 100)},
@@ -60,14 +61,13 @@ def random_input(rng: random.Random, name: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     if name == "window_index" and rng.random() < 0.8:
         maps = torch.randn(2, 3, 12, 14, generator=generator)
-        pooling = {key: pair[0] for key, pair in POOLING.items()}
-        return torch.nn.functional.max_pool2d(maps, **pooling, return_indices=True)[1]
+        return torch.nn.functional.max_pool2d(maps, 3, 2, 1, return_indices=True)[1]
     shape = rng.choice([(2, 3, 9, 8), (4, 40), (517,), (), (3, 0, 2), (1, 1, 4, 4)])
     if rng.random() < 0.005:
         shape = (3, 7, 200, 100)
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     scale = rng.choice((1.0, 100.0, 1e30))
-    values = rng.choice([torch.relu, torch.round, torch.Tensor.contiguous])(values)
+    values = rng.choice((values, values.relu(), values.round()))
     dtype = rng.choice(DTYPES[:-2] if name == "sign_mask" else DTYPES)
     x = values > 0 if dtype == torch.bool else values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
     x = x * scale if dtype.is_floating_point else x
@@ -227,7 +227,7 @@ def fuzz(seed: int, seconds: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.codec_fuzz", "--seed", str(seed), "--from-case", str(number)]
         child = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
         lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=forward, args=(child, lines), daemon=True).start()
+        threading.Thread(target=forward, args=(child.stdout or [], lines), daemon=True).start()
         running, patience = "", 300.0  # the first start compiles the kernels
         while time.monotonic() < end:
             try:
@@ -258,9 +258,9 @@ def fuzz(seed: int, seconds: float) -> dict[str, Any]:
     return {"num_cases": number, "codecs": counts, "num_crashes": num_crashes, "crashes": listed}
 
 
-def forward(child: subprocess.Popen, lines: queue.Queue) -> None:
-    """Each line of the child's output into the queue, then an empty one for its end."""
-    for line in child.stdout:
+def forward(output: Iterable[str], lines: queue.Queue[str]) -> None:
+    """Each line of a child's output into the queue, then an empty one for its end."""
+    for line in output:
         lines.put(line)
     lines.put("")
 

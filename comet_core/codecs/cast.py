@@ -18,6 +18,7 @@ from comet_core.codecs.base import (
     DamagedRecord,
     Encoded,
     ErrorBound,
+    check_num_parts,
     dense_of,
     empty_like_record,
     flat_of,
@@ -44,6 +45,7 @@ class _Meta:
     """Empty: stored losslessly."""
     exponent: int
     """The value stored is x * 2**exponent."""
+    num_outliers: int
 
 
 class CastCodec(Codec):
@@ -71,14 +73,14 @@ class CastCodec(Codec):
         if dense.dtype in _FLOATS and _FORMATS[self._dtype].itemsize < dense.itemsize and dense.numel():
             flat = flat_of(dense)
             is_outlier = ~flat.isfinite()
-            outliers = take_outliers(flat, is_outlier)
+            outliers, num_outliers = take_outliers(flat, is_outlier)
             if outliers:
                 flat = flat.masked_fill(is_outlier, 0)
             exponent = _exponent(float(flat.abs().max()), _FORMATS[self._dtype], _work_dtype(dense.dtype))
             codes = torch.cat([_cast(x, _FORMATS[self._dtype], exponent) for x in flat.split(CHUNK_VALUES)])
             if codes.nbytes + sum(part.nbytes for part in outliers) < dense.nbytes:
-                return self.record(dense, (codes, *outliers), _Meta(self._dtype, exponent))
-        return self.record(dense, encode_exactly(dense), _Meta("", 0))
+                return self.record(dense, (codes, *outliers), _Meta(self._dtype, exponent, num_outliers))
+        return self.record(dense, encode_exactly(dense), _Meta("", 0, 0))
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
@@ -88,8 +90,7 @@ class CastCodec(Codec):
         work = _work_dtype(encoded.dtype)
         if meta.dtype not in _FORMATS or encoded.dtype not in _FLOATS or abs(meta.exponent) > _most_exponent(work):
             raise DamagedRecord(f"{meta} does not make {encoded.dtype}")
-        if len(encoded.parts) not in (1, 2):
-            raise DamagedRecord(f"it has {len(encoded.parts)} parts instead of 1 or 2")
+        check_num_parts(encoded, 1 + (meta.num_outliers != 0))
         stored = _FORMATS[meta.dtype]
         codes = tensor_part(encoded, 0, torch.uint8, math.prod(encoded.shape) * stored.itemsize)
         out = empty_like_record(encoded)
@@ -99,7 +100,7 @@ class CastCodec(Codec):
             x = given.to(work)
             y = (x * 2.0**-meta.exponent).clamp(info.min, info.max).to(encoded.dtype)
             chunk.copy_(torch.where((y == 0) & (x != 0), torch.copysign(torch.full_like(y, smallest), x), y))
-        put_outliers(encoded.parts[1:], flat)
+        put_outliers(encoded, 1, meta.num_outliers, flat)
         return out.to(device or encoded.device)
 
 

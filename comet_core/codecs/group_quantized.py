@@ -26,6 +26,7 @@ from comet_core.codecs.base import (
     DamagedRecord,
     Encoded,
     ErrorBound,
+    check_num_parts,
     dense_of,
     empty_like_record,
     flat_of,
@@ -49,6 +50,7 @@ class _Meta:
     """0: stored losslessly."""
     sign_exact: bool
     signed: bool
+    num_outliers: int
 
 
 class GroupQuantizedCodec(Codec):
@@ -83,7 +85,7 @@ class GroupQuantizedCodec(Codec):
             encoded = self._encode_groups(dense, sign_exact)
             if sum(part.nbytes for part in encoded.parts) < dense.nbytes:
                 return encoded
-        return self.record(dense, encode_exactly(dense), _Meta(0, sign_exact, False))
+        return self.record(dense, encode_exactly(dense), _Meta(0, sign_exact, False, 0))
 
     def _encode_groups(self, dense: Tensor, sign_exact: bool) -> Encoded:
         flat, bits = flat_of(dense), self._num_bits
@@ -103,15 +105,18 @@ class GroupQuantizedCodec(Codec):
             codes = torch.cat([codes, reference.pack_bits(negative.to(torch.uint8), 1)])
         beyond = ~(flat.abs() <= torch.finfo(torch.float32).max) if work == torch.float64 else ~flat.isfinite()
         tables = torch.cat([low.view(torch.uint8), step.view(torch.uint8)])
-        return self.record(dense, (tables, codes, *take_outliers(flat, beyond)), _Meta(bits, sign_exact, signed))
+        outliers, num_outliers = take_outliers(flat, beyond)
+        return self.record(dense, (tables, codes, *outliers), _Meta(bits, sign_exact, signed, num_outliers))
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
-        bits, sign_exact, signed = encoded.meta.num_bits, encoded.meta.sign_exact, encoded.meta.signed
+        meta = encoded.meta
+        bits, sign_exact, signed = meta.num_bits, meta.sign_exact, meta.signed
         if bits == 0:
             return decode_exactly(encoded).to(device or encoded.device)
-        if bits not in _WIDTHS or encoded.dtype not in _FLOATS or len(encoded.parts) not in (2, 3):
-            raise DamagedRecord(f"{len(encoded.parts)} parts and codes of {bits} bits do not make {encoded.dtype}")
+        if bits not in _WIDTHS or encoded.dtype not in _FLOATS:
+            raise DamagedRecord(f"codes of {bits} bits do not make {encoded.dtype}")
+        check_num_parts(encoded, 2 + (meta.num_outliers != 0))
         work = torch.promote_types(encoded.dtype, torch.float32)
         count = math.prod(encoded.shape)
         num_groups, code_bytes = -(-count // GROUP_VALUES), -(-count * bits // 8)
@@ -140,5 +145,5 @@ class GroupQuantizedCodec(Codec):
         if signed:
             negative = reference.unpack_bits(codes[code_bytes:], 1, count) != 0
             flat.copy_(torch.where(negative, -flat, flat))
-        put_outliers(encoded.parts[2:], flat)
+        put_outliers(encoded, 2, meta.num_outliers, flat)
         return out.to(device or encoded.device)
