@@ -109,7 +109,8 @@ def damaged_part(rng: random.Random, part: Any) -> Any:
         return damaged_bytes(rng, part)
     if rng.random() < 0.1:
         return rng.choice((part[:-1], torch.cat([part, part]), part.double(), part[None], part[::2]))
-    raw = damaged_bytes(rng, part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    packed = torch.empty(part.numel(), dtype=part.dtype).copy_(part.reshape(-1))
+    raw = damaged_bytes(rng, packed.view(torch.uint8).numpy().tobytes())
     whole = len(raw) // part.itemsize * part.itemsize
     spoiled = torch.empty(whole, dtype=torch.uint8)
     spoiled.numpy()[:] = np.frombuffer(raw[:whole], np.uint8)

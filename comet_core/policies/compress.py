@@ -156,10 +156,11 @@ class CompressPolicy(MemoryPolicy):
         bound = self.controller.bound_for(name)
         sampler = self._samplers.get(name)
         variance = sampler.gradient_variance if sampler else None
+        kept = self.codec.guarantee == "bounded"  # other codecs read no bound, so nothing follows from it
         return {
-            "error_bound": None if bound.kind == "exact" else layer.mean_bound,
-            "predicted_sigma": bound.predicted_sigma,
-            "target_sigma": bound.target_sigma,
+            "error_bound": layer.mean_bound if kept and bound.kind != "exact" else None,
+            "predicted_sigma": bound.predicted_sigma if kept else None,
+            "target_sigma": bound.target_sigma if kept else None,
             "gradient_noise": None if variance is None else variance**0.5,
             "nonzero_fraction": layer.nonzero_fraction,
         }

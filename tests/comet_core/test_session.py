@@ -78,8 +78,40 @@ def test_every_controller_trains_to_the_baselines_loss_and_compresses_from_the_f
     assert {row.step for row in recorder.layers} == {1, 2, 4, 8, 10, 20, 30, 40, 50, 60}
 
 
-def test_with_the_lossless_codec_gradients_are_bit_equal():
-    assert train(small_network(), 12) == attached(small_network(), 12, codec="lossless")[0]
+@pytest.mark.parametrize("codec", ["lossless", "sparse"])
+def test_with_an_exact_codec_gradients_are_bit_equal(codec):
+    assert train(small_network(), 12) == attached(small_network(), 12, codec=codec)[0]
+
+
+@pytest.mark.parametrize(("codec", "params", "ratio"), [
+    ("group_quantized", {}, 8), ("group_quantized", {"num_bits": 4, "seed": 1}, 5), ("dct", {}, 1.5), ("cast", {}, 3.5),
+    ("cast", {"dtype": "bfloat16"}, 1.9)])  # fmt: skip
+def test_codecs_without_a_bound_train_and_keep_what_a_relu_reads(codec, params, ratio):
+    expected = train(small_network(), 60)
+    recorder = ListRecorder()
+    losses, session = attached(small_network(), 60, collect_every=10, codec=codec, codec_params=params,
+                               recorder=recorder)  # fmt: skip
+    assert abs(sum(losses[-10:]) - sum(expected[-10:])) / 10 < 0.1
+    assert min(step.compression_ratio for step in recorder.steps) > ratio
+    assert all(layer.error_bound is None and layer.predicted_sigma is None for layer in session.layers)
+
+
+@pytest.mark.parametrize("codec", ["error_bounded", "group_quantized", "dct", "cast"])
+def test_a_relu_switches_the_same_values_whatever_stores_its_result(codec):
+    """Errors in a convolution's input reach its weights only: the gradient below the ReLU stays as it was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+    x = torch.randn(16, 1, 12, 12)
+    model(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    with comet_core.attach(model, None, tune_allocator=False, codec=codec) as session:
+        for _ in range(3):  # from the second iteration on the ReLU's result is stored by value, in its signs exact
+            model.zero_grad()
+            model(x).square().sum().backward()
+            session.step()
+    for index, name in enumerate(("0.weight", "0.bias", "2.weight", "2.bias")):
+        exact = torch.equal(list(model.parameters())[index].grad, expected[index])
+        assert exact == (name != "2.weight"), name
 
 
 def test_the_noise_rule_reports_a_sigma_within_its_budget():
