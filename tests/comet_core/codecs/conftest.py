@@ -13,7 +13,8 @@ from comet_core.codecs.base import HEADER_BYTES, PART_BYTES, as_error_bound
 
 def bits_of(x):
     """The bytes of each element, in logical order: equal bits, not equal values."""
-    return x.contiguous().view(-1).view(torch.uint8).cpu()
+    # Not view(-1): one element, or none, may come with any stride and still count as contiguous.
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8).cpu()
 
 
 def is_dense(x):
@@ -38,7 +39,7 @@ def allowed_error(x, bound):
         dims.remove(bound.channel_dim % x.ndim)
         if value.ndim:
             value = value.view([-1 if axis not in dims else 1 for axis in range(x.ndim)])
-    if bound.kind == "range_rel":
+    if bound.kind == "range_rel" and x.numel():
         finite = x.double().isfinite()
         high = x.double().where(finite, -math.inf)
         low = x.double().where(finite, math.inf)
