@@ -49,7 +49,7 @@ class LayerMetrics:
     step: int = field(metadata={"label": "Step", "unit": ""})
     name: str = field(metadata={"label": "Layer", "unit": ""})  # path in the model
     operator: str = field(metadata={"label": "Operator", "unit": ""})
-    error_bound: float | None = _metric("Error bound")  # absolute; mean over channels for norms; None: exact, or no bound
+    error_bound: float | None = _metric("Error bound")  # absolute; mean over channels for norms; None: exact, unbounded
     saved_bytes: int = _metric("Saved for backward, uncompressed", "bytes", 0)
     held_bytes: int = _metric("Saved for backward, really held", "bytes", 0)
     compression_ratio: float | None = _metric("Compression ratio", "x")

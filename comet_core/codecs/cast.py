@@ -72,11 +72,11 @@ class CastCodec(Codec):
         dense = dense_of(tensor)
         if dense.dtype in _FLOATS and _FORMATS[self._dtype].itemsize < dense.itemsize and dense.numel():
             flat = flat_of(dense)
-            is_outlier = ~flat.isfinite()
-            outliers, num_outliers = take_outliers(flat, is_outlier)
+            outliers, num_outliers = take_outliers(flat, ~flat.isfinite())
             if outliers:
-                flat = flat.masked_fill(is_outlier, 0)
-            exponent = _exponent(float(flat.abs().max()), _FORMATS[self._dtype], _work_dtype(dense.dtype))
+                flat = flat.nan_to_num(0.0, 0.0, 0.0)
+            largest = max(abs(float(extreme)) for extreme in flat.aminmax())
+            exponent = _exponent(largest, _FORMATS[self._dtype], _work_dtype(dense.dtype))
             codes = torch.cat([_cast(x, _FORMATS[self._dtype], exponent) for x in flat.split(CHUNK_VALUES)])
             if codes.nbytes + sum(part.nbytes for part in outliers) < dense.nbytes:
                 return self.record(dense, (codes, *outliers), _Meta(self._dtype, exponent, num_outliers))

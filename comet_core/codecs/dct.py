@@ -80,14 +80,13 @@ class DctCodec(Codec):
 
     def _encode_blocks(self, dense: Tensor, sign_exact: bool) -> Encoded:
         steps = reference.dct_steps(self._quality, dense.device)
-        scale = dense.abs().amax((0, 2, 3))
-        work = torch.promote_types(dense.dtype, torch.float32)
+        scale = torch.maximum(dense.amax((0, 2, 3)), -dense.amin((0, 2, 3)))
         # A channel of zeros has no largest value to divide by.
-        scaled = dense.to(work) / torch.where(scale > 0, scale, 1).to(work).view(-1, 1, 1)
-        maps = scaled.float().reshape(-1, *dense.shape[2:])
+        divisors = torch.where(scale > 0, scale, 1).to(_work_dtype(dense.dtype)).repeat(dense.shape[0])[:, None, None]
+        maps, maps_a_chunk = dense.reshape(-1, *dense.shape[2:]), _maps_a_chunk(dense.shape)
         parts: list[bytes | Tensor] = [scale]
-        for chunk in maps.split(_maps_a_chunk(dense.shape)):
-            codes = reference.encode_blocks(chunk * 127, steps)
+        for chunk, divisor in zip(maps.split(maps_a_chunk), divisors.split(maps_a_chunk), strict=True):
+            codes = reference.encode_blocks((chunk.to(divisor.dtype) / divisor).float() * 127, steps)
             parts.append(compress(codes.numpy()) if codes.device.type == "cpu" else codes)
         signs = []
         if sign_exact:
@@ -117,17 +116,19 @@ class DctCodec(Codec):
                 tensor_part(encoded, index, torch.int8, count)
             else:
                 check_holds(encoded.parts[index], count)
+        out = empty_like_record(encoded)
         steps = reference.dct_steps(quality, encoded.device)
-        maps = torch.empty(num_maps, height, width, device=encoded.device)
-        for part, count, chunk in zip(encoded.parts[1:], counts, maps.split(maps_a_chunk), strict=False):
+        factors = scale.to(_work_dtype(out.dtype)).repeat(num_images)[:, None, None]
+        maps = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        chunks = maps.view(-1, height, width).split(maps_a_chunk), factors.split(maps_a_chunk)
+        for part, count, chunk, factor in zip(encoded.parts[1:], counts, *chunks, strict=False):
             codes = part
             if not isinstance(part, Tensor):
                 codes = torch.from_numpy(decompress(part, count).copy()).view(torch.int8).to(encoded.device)
             # Scaled values go from -1 to 1: what the table added beyond is taken off.
-            chunk.copy_((reference.decode_blocks(codes, steps, chunk.shape) / 127).clamp(-1, 1))
-        out = empty_like_record(encoded)
-        work = torch.promote_types(out.dtype, torch.float32)
-        out.copy_(maps.view(encoded.shape).to(work) * scale.to(work).view(-1, 1, 1))
+            chunk.copy_((reference.decode_blocks(codes, steps, chunk.shape) / 127).clamp(-1, 1) * factor)
+        if maps is not out:
+            out.copy_(maps)
         if signs:
             flat, tiny = flat_of(out), torch.finfo(out.dtype).smallest_normal
             kept = torch.where(signs[0], flat.clamp(min=tiny), 0)
@@ -142,6 +143,10 @@ class DctCodec(Codec):
         num_bytes = -(-count // 8)
         packed = tensor_part(encoded, len(encoded.parts) - 1, torch.uint8, num_signs * num_bytes)
         return [reference.unpack_bits(bits, 1, count) != 0 for bits in packed.split(num_bytes)]
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _has_blocks(shape: torch.Size, dtype: torch.dtype) -> bool:

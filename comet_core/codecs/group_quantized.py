@@ -99,10 +99,9 @@ class GroupQuantizedCodec(Codec):
 
         found = run_chunks(encode_chunk, len(chunks), threaded=twin is not None and work == flat.dtype)
         low, step, codes = (torch.cat(pieces) for pieces in zip(*found, strict=True))
-        negative = flat < 0
-        signed = sign_exact and bool(negative.any())
+        signed = sign_exact and bool((flat < 0).any())
         if signed:
-            codes = torch.cat([codes, reference.pack_bits(negative.to(torch.uint8), 1)])
+            codes = torch.cat([codes, reference.pack_bits((flat < 0).to(torch.uint8), 1)])
         beyond = ~(flat.abs() <= torch.finfo(torch.float32).max) if work == torch.float64 else ~flat.isfinite()
         tables = torch.cat([low.view(torch.uint8), step.view(torch.uint8)])
         outliers, num_outliers = take_outliers(flat, beyond)

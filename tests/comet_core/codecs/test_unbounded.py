@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from comet_core.codecs import get_codec
+from comet_core.codecs import get_codec, kernels
 from comet_core.codecs.base import Codec
 from comet_core.codecs.cast import CastCodec
 from comet_core.codecs.dct import DctCodec
 from comet_core.codecs.group_quantized import GroupQuantizedCodec
+from comet_core.codecs.kernels import chunks
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 UNBOUNDED = ["group_quantized", "dct", "cast"]
@@ -107,6 +108,37 @@ def test_signs_of_huge_and_tiny_values_survive_in_maps(check_codec, name, dtype)
             check_codec(get_codec(name), x, sign_exact=sign_exact)
     maps[0, 2, 1, 1:4] = torch.tensor([math.nan, math.inf, -math.inf])
     check_codec(get_codec(name), maps, sign_exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*UNBOUNDED, "sparse"])
+def test_tensors_of_several_chunks_come_back(check_codec, name, dtype):
+    x = normal(3, 7, 201, 99).to(dtype)
+    assert x.numel() > chunks.CHUNK_VALUES
+    x[0, :, 5] = 0
+    for values in (x, x.relu(), x.to(memory_format=torch.channels_last)):
+        for sign_exact in (False, True):
+            check_codec(get_codec(name), values, sign_exact=sign_exact)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sign_exact", [False, True])
+def test_without_numba_groups_take_the_same_codes(check_codec, monkeypatch, dtype, sign_exact):
+    x = normal(3, 4, 25000).to(dtype)
+    x[0, 0, :4] = torch.tensor([math.nan, math.inf, 0.0, 1e4])
+    with_numba = GroupQuantizedCodec().encode(x, sign_exact=sign_exact)
+    monkeypatch.setattr(kernels, "_cpu", None)
+    without = check_codec(GroupQuantizedCodec(), x, sign_exact=sign_exact)
+    assert all(torch.equal(one, other) for one, other in zip(with_numba.parts, without.parts, strict=True))
+
+
+def test_without_zstandard_coefficients_stay_bytes(check_codec, monkeypatch):
+    x = smooth(4, 8, 32, 32)
+    compressed = DctCodec().encode(x)
+    monkeypatch.setattr(chunks, "zstandard", None)
+    assert 4 > x.nbytes / check_codec(DctCodec(), x).nbytes > 3.9
+    with pytest.raises(RuntimeError, match="pip install zstandard"):
+        DctCodec().decode(compressed)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
