@@ -121,11 +121,9 @@ class GroupQuantizedCodec(Codec):
         num_groups, code_bytes = -(-count // GROUP_VALUES), -(-count * bits // 8)
         tables = tensor_part(encoded, 0, torch.uint8, num_groups * (work.itemsize + 2))
         codes = tensor_part(encoded, 1, torch.uint8, code_bytes + signed * -(-count // 8))
-        # A view of another dtype must start at a multiple of its item size: the steps, the second slice, do.
-        low, step = (
-            tables[: num_groups * work.itemsize].view(work),
-            tables[num_groups * work.itemsize :].view(torch.bfloat16),
-        )
+        # Views of another dtype must start at a multiple of its item size, as both do.
+        minima, steps = tables.split((num_groups * work.itemsize, num_groups * 2))
+        low, step = minima.view(work), steps.view(torch.bfloat16)
         out = empty_like_record(encoded)
         flat = flat_of(out)
         chunks, largest = flat.split(CHUNK_VALUES), torch.finfo(out.dtype).max
@@ -135,7 +133,7 @@ class GroupQuantizedCodec(Codec):
             first, groups_a_chunk = index * CHUNK_VALUES, CHUNK_VALUES // GROUP_VALUES
             of_chunk = slice(index * groups_a_chunk, (index + 1) * groups_a_chunk)
             packed = codes[first * bits // 8 : (min(first + CHUNK_VALUES, count) * bits + 7) // 8]
-            target = chunks[index] if work == out.dtype else chunks[index].to(work)
+            target = chunks[index] if work == out.dtype else torch.empty_like(chunks[index], dtype=work)
             (twin or reference).decode_groups(packed, low[of_chunk], step[of_chunk], bits, sign_exact, largest, target)
             if target is not chunks[index]:
                 chunks[index].copy_(target)
