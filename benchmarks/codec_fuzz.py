@@ -6,8 +6,8 @@
 A case is one record, of a codec, dtype, layout and parameters that the seed and the number of the case decide, with one
 to three damages: bits flipped, bytes cut off, added or set to zero, parts swapped, dropped, doubled or replaced by a
 zstd frame that unfolds to 64 MiB, numbers of the header changed within their type. Cases run in a child process, whose
-memory is limited to 1 GiB above what it has at the start; a case that ends the process or takes more than 30 seconds is
-a crash, as is any exception other than DamagedRecord. Exits with 1 where there was a crash.
+memory is limited to 256 MiB above what it has at the start; a case that ends the process or takes more than 30 seconds
+is a crash, as is any exception other than DamagedRecord. Exits with 1 where there was a crash.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from comet_core.codecs import CODECS, get_codec
 from comet_core.codecs.base import Codec, DamagedRecord, Encoded
 
 PROJECT = Path(__file__).resolve().parent.parent
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = 1 << 28
 CASE_SECONDS = 30
 MOST_CRASHES = 20  # listed in the results, one of each kind; all are counted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
