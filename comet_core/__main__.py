@@ -1,10 +1,12 @@
-"""`python -m comet_core train / data-check`: the engine from a terminal, no database.
+"""`python -m comet_core train / bench / data-check`: the engine from a terminal, no database.
 
-What the user can mend is one sentence on stderr and exit code 2. `train` starts itself once more with glibc's allocator
-told to give freed memory back, a setting that only a new process can take up, so that peaks are honest.
+What the user can mend is one sentence on stderr and exit code 2. `train` and `bench codec` start themselves once more
+with glibc's allocator told to give freed memory back, a setting that only a new process can take up, so that peaks are
+honest and codecs are as fast as in training.
 """
 
 import argparse
+import json
 import os
 import platform
 import signal
@@ -27,9 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option; repeatable")
     train.add_argument("--json", type=Path, metavar="FILE", help="write config, history and summary to this file")
     check.add_argument("--json", action="store_true", help="answer as JSON")
+    _add_bench(commands.add_parser("bench", help="measure codecs on a tensor"))
     given = parser.parse_args(arguments)
     try:
         config.check_system()
+        if given.command == "bench":
+            return _layers(given.model) if given.subject == "layers" else _bench(given)
         values = config.preset_values(given.preset) if given.preset else {}
         run = config.config_from_dict({**values, **config.parse_settings(given.set)})
         if given.command == "data-check":
@@ -43,19 +48,58 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _train(run: RunConfig, output: Path | None) -> int:
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    subjects = bench.add_subparsers(dest="subject", required=True)
+    layers = subjects.add_parser("layers", help="the layers of a network whose input can be captured, as JSON")
+    layers.add_argument("--model", default="resnet20", help=f"one of {', '.join(config.MODELS)}")
+    codec = subjects.add_parser("codec", help="ratio, error and throughput of codecs at several bounds")
+    codec.add_argument("--tensor", metavar="FILE", help="a .npy file, or FILE.safetensors[:NAME]; else one is captured")
+    codec.add_argument("--model", default="resnet20", help="network to capture a tensor from, while it trains")
+    codec.add_argument("--layer", metavar="NAME", help="whose input; `bench layers` lists them (default: a middle one)")
+    codec.add_argument("--steps", type=int, default=20, help="iterations before the capture (default: %(default)s)")
+    codec.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the training")
+    codec.add_argument("--codecs", nargs="+", metavar="CODEC", default=list(config.CODECS),
+                       help="names, or name:key=value,key=value (default: all)")  # fmt: skip
+    codec.add_argument("--kind", choices=("rule", "range_rel", "abs"), help="what the bounds count: times the bound "
+                       "that the momentum rule gives the layer (default for a captured tensor), share of the tensor's "
+                       "range (default for a file), or absolute")  # fmt: skip
+    codec.add_argument("--bounds", nargs="+", type=float, metavar="BOUND", help="default: a few of the kind")
+    codec.add_argument("--channel-dim", type=int, metavar="DIM", help="of a file: the quantiser adapts along it")
+    codec.add_argument("--sign-exact", action="store_true", help="zeros and signs come back too, as behind a ReLU")
+    codec.add_argument("--repetitions", type=int, default=3, help="times are their median (default: %(default)s)")
+    codec.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all cores")
+    codec.add_argument("--progress", choices=("bar", "lines"), default="bar", help="lines: one JSON object each")
+    codec.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to this file")
+
+
+def _use_allocator_settings() -> None:
+    """Start this process once more with them; returns in the new one."""
     if platform.libc_ver()[0] == "glibc" and "GLIBC_TUNABLES" not in os.environ:
         environment = {**os.environ, "GLIBC_TUNABLES": launcher.ALLOCATOR_TUNABLES}
         os.execve(sys.executable, [sys.executable, "-m", "comet_core", *sys.argv[1:]], environment)
+
+
+def _check_output(output: Path | None) -> None:
     if output is not None and not output.resolve().parent.is_dir():
         raise ValueError(f"--json is {str(output)!r}, but {output.resolve().parent} is no folder; make it first.")
+
+
+def _stop_on_signal() -> threading.Event:
+    """Set by Ctrl-C and by TERM."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _train(run: RunConfig, output: Path | None) -> int:
+    _use_allocator_settings()
+    _check_output(output)
     from tqdm import tqdm
 
     from comet_core.trainer import train
 
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = _stop_on_signal()
     recorder = metrics.ListRecorder()
     started: dict[str, Any] = {}
     bar = tqdm(unit="step", desc=run.title, disable=None)
@@ -99,6 +143,86 @@ def _print_summary(run: RunConfig, summary: dict[str, Any]) -> None:
         ("step time, median", shown("median_step_seconds", "{:.3f} s")),
     ):
         print(f"  {label:<50} {value}")
+
+
+def _layers(model: str) -> int:
+    from comet_core.tensor_sources import layers_by_name
+
+    print(metrics.dumps(layers_by_name(model)))
+    return 0
+
+
+def _bench(given: argparse.Namespace) -> int:
+    _use_allocator_settings()
+    _check_output(given.json)
+    for name, least in (("steps", 1), ("repetitions", 1), ("threads", 0)):
+        if getattr(given, name) < least:
+            raise ValueError(f"--{name} is {getattr(given, name)}; allowed: {least} or more.")
+    import torch
+    from tqdm import tqdm
+
+    from comet_core.codec_bench import codec_of, measure
+    from comet_core.tensor_sources import bounds_of, captured, read_tensor, tensor_facts
+    from comet_core.trainer import environment
+
+    stop = _stop_on_signal()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    for text in given.codecs:
+        codec_of(text)  # a wrong name is said before anything takes time
+    bar = tqdm(unit="turn", disable=True if given.progress == "lines" else None)
+
+    def progress(done: int, total: int, text: str) -> None:
+        if given.progress == "lines":
+            print(json.dumps({"done": done, "total": total, "text": text}), file=sys.stderr, flush=True)
+        bar.total = total
+        bar.set_description_str(text, refresh=False)
+        bar.update(done - bar.n)
+
+    facts: dict[str, Any] = {"source": "file" if given.tensor else "captured"}
+    found: dict[str, Any] = {"bounds": [], "results": [], "stopped": True}
+    try:
+        if not given.tensor:
+            facts |= {"model": given.model, "num_steps": given.steps}
+        sample = read_tensor(given.tensor) if given.tensor else captured(
+            given.model, given.layer, given.steps, config.parse_settings(given.set), stop.is_set, progress
+        )  # fmt: skip
+        if sample is not None:
+            kind, bounds = bounds_of(sample, given.kind, given.bounds, given.channel_dim)
+            sign_exact = given.sign_exact or sample.sign_exact
+            facts |= {"name": sample.name, "operator": sample.operator, "kind": kind, "sign_exact": sign_exact}
+            facts |= {"channel_dim": next(iter(bounds.values())).channel_dim, "repetitions": given.repetitions}
+            facts |= tensor_facts(sample.tensor)
+            found = measure(
+                sample.tensor, given.codecs, bounds, sign_exact=sign_exact, repetitions=given.repetitions,
+                should_stop=stop.is_set, progress=progress,
+            )  # fmt: skip
+    finally:
+        bar.close()
+    if given.json is not None:
+        written = {"tensor": facts, "environment": environment(torch.device("cpu")), **found}
+        given.json.write_text(metrics.dumps(written) + "\n")
+    _print_bench(facts, found)
+    return 0
+
+
+def _print_bench(facts: dict[str, Any], found: dict[str, Any]) -> None:
+    if "name" in facts:
+        print(f"{facts['name']}: {facts['dtype']} {facts['shape']}, bounds are {facts['kind']}")
+        print(f"{'bound':>10} {'codec':<28} {'ratio':>8} {'bits':>7} {'entropy':>8} {'context':>8} {'max error':>10} "
+              f"{'rms error':>10} {'encode':>7} {'decode':>7} GB/s")  # fmt: skip
+    limits = {entry["bound"]: entry for entry in found["bounds"]}
+    for row in found["results"]:
+        limit = limits.get(row["bound"], {})
+        bound = "-" if row["bound"] is None else f"{row['bound']:g}"
+        order0, context = (
+            "-" if limit.get(name) is None else f"{limit[name]:.3f}" for name in ("order0_bits", "context_bits")
+        )
+        print(f"{bound:>10} {row['codec']:<28} {row['compression_ratio']:>7.2f}x {row['bits_per_value']:>7.3f} "
+              f"{order0:>8} {context:>8} {row['max_error']:>10.3g} {row['rms_error']:>10.3g} "
+              f"{row['encode_gb_per_s']:>7.2f} {row['decode_gb_per_s']:>7.2f}")  # fmt: skip
+    if found["stopped"]:
+        print("stopped before everything was measured")
 
 
 def _check(run: RunConfig, *, as_json: bool) -> int:

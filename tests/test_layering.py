@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "comet_core/": "comet_core numpy torch torchvision numba zstandard psutil tqdm",
     "comet_core/datasets/": "PIL sklearn",
     "comet_core/checkpoints.py": "safetensors",
+    "comet_core/tensor_sources.py": "safetensors",
     "comet_core/codecs/kernels/cuda.py": "cupy nvidia.nvcomp",
     "storage/": "storage sqlalchemy alembic pandas numpy psutil"
     " comet_core.__version__ comet_core.config comet_core.metrics comet_core.launcher",
