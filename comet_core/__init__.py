@@ -1,10 +1,10 @@
 """Map of the package; `attach` and `__version__`, loaded lazily so that importing stays free of torch.
 
-    config, metrics, launcher       what a run is and what it reports; stdlib only, safe for a web process
-    session, activations, operators the saved-tensor engine behind `attach`
-    controllers, error_models       which error bound each layer gets, and why
-    codecs/, policies/              ways to store a tensor, ways to spend less memory
-    models/, datasets/, trainer     what `python -m comet_core train` trains
+config, metrics, launcher       what a run is and what it reports; stdlib only, safe for a web process
+session, activations, operators the saved-tensor engine behind `attach`
+controllers, error_models       which error bound each layer gets, and why
+codecs/, policies/              ways to store a tensor, ways to spend less memory
+models/, datasets/, trainer     what `python -m comet_core train` trains
 """
 
 import importlib

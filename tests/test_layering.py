@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "comet_core/datasets/": "PIL sklearn",
     "comet_core/checkpoints.py": "safetensors",
     "comet_core/tensor_sources.py": "safetensors",
+    "comet_core/codecs/kernels/": "llvmlite",  # what numba is built on and installs
     "comet_core/codecs/kernels/cuda.py": "cupy nvidia.nvcomp",
     "storage/": "storage sqlalchemy alembic pandas numpy psutil"
     " comet_core.__version__ comet_core.config comet_core.metrics comet_core.launcher",
@@ -23,6 +24,7 @@ MAY_IMPORT = {
     "pages/": "pages streamlit plotly pandas numpy"
     " storage.queries storage.runs storage.admin storage.export"
     " comet_core.__version__ comet_core.config comet_core.metrics",
+    "pages/_measuring.py": "comet_core.launcher",
 }
 # The same, but only inside a function: these libraries may be absent.
 MAY_IMPORT_LAZILY = {"storage/": "psycopg pyarrow ray"}

@@ -216,12 +216,12 @@ def check_num_parts(encoded: Encoded, expected: int) -> None:
         raise DamagedRecord(f"it has {len(encoded.parts)} parts instead of {expected}")
 
 
-def tensor_part(encoded: Encoded, index: int, dtype: torch.dtype, count: int) -> Tensor:
-    """Part `index` of a record: (count,) values of `dtype` on the record's device, else DamagedRecord."""
+def tensor_part(encoded: Encoded, index: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Part `index` of a record: values of `shape` and `dtype` on the record's device, else DamagedRecord."""
     part = encoded.parts[index]
     if not isinstance(part, Tensor) or (part.dtype, part.shape, part.device, part.is_contiguous()) != (
-        dtype, (count,), encoded.device, True,
+        dtype, shape, encoded.device, True,
     ):  # fmt: skip
         found = f"{part.dtype} of shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-        raise DamagedRecord(f"part {index} is {found} instead of {dtype} of shape {(count,)} on {encoded.device}")
+        raise DamagedRecord(f"part {index} is {found} instead of {dtype} of shape {shape} on {encoded.device}")
     return part

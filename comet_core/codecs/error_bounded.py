@@ -1,53 +1,58 @@
-"""The error-bounded codec: quantise, check, pack two codes a byte, zstd; outliers verbatim.
+"""The error-bounded codec: quantise, check, and code each code in the context of its neighbours; what misses verbatim.
 
-Each chunk of memory is one task: its values become codes of 4 bits; the value that the decoder will return is compared
-with the original, and what misses the bound is kept as it is (index and bits). Where too much misses, the chunk takes
-codes of 8 bits; where even that does not pay, it is stored losslessly. So the width follows the data by itself, chunk
-by chunk, and a chunk that needs more bits notices after a few blocks.
+Groups of 32 bands are the tasks: a group's values become codes of a byte, the value that the decoder will return is
+compared with the original, and range ANS shortens the codes with a table for each context of left and upper neighbour
+(`kernels/context_coder.py`). The tables come from a sample of the tensor (`kernels/contexts.py`). Codes too rare for a
+place in the tables are escapes of one byte more; what misses the bound is kept as it is, at the place of an escape.
+A group that would not shrink is stored losslessly, and so is the tensor where codes of a byte cannot hold the bound.
 
-No spatial prediction: away from the image it adds the neighbours' noise to each value. The quantiser is defined in
-`kernels/reference.py`. zstd then shortens frequent pairs and runs; tensors on a GPU keep packed codes without it.
+No spatial prediction: away from the image it adds the neighbours' noise to each value, which the contexts do not. At
+the bounds that training uses, this takes fewer bits than the entropy of the codes given their neighbours' codes cut to
+-3..3, because the contexts' levels follow the tensor's own codes.
 
-Sources: the check and the verbatim outliers follow PFPL (Fallin et al. 2025); the quantiser that of cuSZ (Tian et al.
-2020), with a zero of its own for the sign of ReLU results.
+The quantiser is defined in `kernels/reference.py`. Sources: the check and the verbatim values follow PFPL (Fallin et
+al. 2025); the quantiser that of cuSZ (Tian et al. 2020), with a zero of its own for the sign of ReLU results.
 """
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from comet_core.codecs.base import (
     Codec,
+    DamagedRecord,
     Encoded,
     ErrorBound,
     as_error_bound,
+    check_num_parts,
     dense_of,
     empty_like_record,
     flat_of,
+    tensor_part,
 )
-from comet_core.codecs.kernels import reference, twin_of
-from comet_core.codecs.kernels.chunks import CHUNK_VALUES, compress, decompress, run_chunks
+from comet_core.codecs.kernels import coder_of, quantizer_of, reference, twin_of
+from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
+from comet_core.codecs.kernels.contexts import Layout, Tables, layout_of, sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
-from comet_core.codecs.lossless import decode_bytes, encode_bytes
+from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_bytes, encode_exactly
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# Bits a code -> one value in how many may be an outlier, which costs about 64 bits: beyond, more bits are cheaper.
-_WIDTHS = {4: 16, 8: 8}
-_LOSSLESS = 0  # in place of the bits
-# The reference launches a dozen operations a chunk, so on a GPU chunks are larger.
-_GPU_CHUNK_VALUES = 1 << 22
+_EXACT = -1  # in place of a group's number of escapes
+# A channel's middle, which gets a level near 0, is the mean of so many of its planes and of values of each.
+_MIDDLE_PLANES, _MIDDLE_VALUES = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """parts = step (C,), offset (C,), then a blob for each chunk; blobs alone where every chunk is lossless."""
+    """parts = step and offset (2, C), tables, then a part for each group; without meta all parts are exact."""
 
     inner: int
     sign_exact: bool
-    bits: tuple[int, ...]
-    num_outliers: tuple[int, ...]
+    layout: Layout
+    num_escapes: tuple[int, ...]
+    num_missed: tuple[int, ...]
 
 
 class ErrorBoundedCodec(Codec):
@@ -61,105 +66,170 @@ class ErrorBoundedCodec(Codec):
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense, checked = dense_of(tensor), as_error_bound(bound)
-        found = _grid_and_bound(dense, checked, sign_exact)
-        if found is not None:
-            encoded = self._encode_quantized(dense, *found)
-            if sum(len(part) if isinstance(part, bytes) else part.nbytes for part in encoded.parts) < dense.nbytes:
-                return encoded
-        chunks = flat_of(dense).split(_chunk_values(dense))
-        blobs = run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks), threaded=dense.device.type == "cpu")
-        none = (_LOSSLESS,) * len(chunks)
-        return self.record(dense, tuple(blobs), _Meta(1, sign_exact, none, none))
+        grid = _grid_of(dense, checked, sign_exact)
+        if grid is not None:
+            layout = layout_of(dense)
+            tables = _tables(flat_of(dense), grid, layout)
+            if tables is not None:
+                encoded = self._encode_quantized(dense, grid, layout, tables)
+                if sum(len(part) if isinstance(part, bytes) else part.nbytes for part in encoded.parts) < dense.nbytes:
+                    return encoded
+        return self.record(dense, encode_exactly(dense))
 
-    def _encode_quantized(self, dense: Tensor, grid: Grid, bound: Tensor) -> Encoded:
-        chunk_values = _chunk_values(dense)
-        chunks = flat_of(dense).split(chunk_values)
-
-        def encode_chunk(index: int) -> tuple[int, int, bytes | Tensor]:
-            x = chunks[index]
-            kernels = twin_of(x) or reference
-            for bits, share in _WIDTHS.items():
-                found = kernels.encode_chunk(x, index * chunk_values, grid, bound, bits, len(x) // share)
-                if found is not None and found[0].nbytes < x.nbytes:
-                    blob, num_outliers = found
-                    return bits, num_outliers, _held(blob)
-            return _LOSSLESS, 0, encode_bytes(x)
-
-        bits, num_outliers, blobs = zip(*run_chunks(encode_chunk, len(chunks), threaded=_threaded(dense)), strict=True)
-        return self.record(
-            dense, (grid.step, grid.offset, *blobs), _Meta(grid.inner, grid.sign_exact, bits, num_outliers)
+    def _encode_quantized(self, dense: Tensor, grid: Grid, layout: Layout, tables: Tables) -> Encoded:
+        groups = flat_of(dense).split(layout.group)
+        found = run_chunks(
+            lambda index: _encode_group(groups[index], index * layout.group, grid, layout, tables),
+            len(groups),
+            threaded=_threaded(dense),
         )
+        num_escapes, num_missed, parts = zip(*found, strict=True)
+        meta = _Meta(grid.inner, grid.sign_exact, layout, num_escapes, num_missed)
+        return self.record(dense, (torch.stack((grid.step, grid.offset)), tables.pack(), *parts), meta)
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
-        out, meta = empty_like_record(encoded), encoded.meta
-        chunk_values = _chunk_values(out)
-        chunks = flat_of(out).split(chunk_values)
-        tables = encoded.parts[: len(encoded.parts) - len(meta.bits)]
-        blobs = encoded.parts[len(tables) :]
-        grid = Grid(tables[0], tables[1], meta.inner, meta.sign_exact) if tables else None
+        if encoded.meta is None:
+            return decode_exactly(encoded).to(device or encoded.device)
+        grid, tables, parts = _checked(encoded)
+        meta, out = encoded.meta, empty_like_record(encoded)
+        groups = flat_of(out).split(meta.layout.group)
 
-        def decode_chunk(index: int) -> None:
-            x, blob, bits, num_outliers = chunks[index], blobs[index], meta.bits[index], meta.num_outliers[index]
-            if bits == _LOSSLESS:
-                decode_bytes(blob, x)
-                return
-            twin, data = twin_of(x), blob
-            if isinstance(blob, bytes):
-                data = decompress(blob, (len(x) * bits + 7) // 8 + num_outliers * (4 + x.itemsize))
-                data = data if twin else torch.from_numpy(data.copy())
-            (twin or reference).decode_chunk(data, num_outliers, index * chunk_values, grid, bits, x)
+        def decode_group(index: int) -> None:
+            if meta.num_escapes[index] == _EXACT:
+                decode_bytes(parts[index], groups[index])
+            else:
+                counts, start = (meta.num_escapes[index], meta.num_missed[index]), index * meta.layout.group
+                _decode_group(parts[index], *counts, start, grid, meta.layout, tables, groups[index])
 
-        run_chunks(decode_chunk, len(chunks), threaded=_threaded(out))
+        run_chunks(decode_group, len(groups), threaded=_threaded(out))
         return out.to(device or encoded.device)
 
 
-def _chunk_values(x: Tensor) -> int:
-    return CHUNK_VALUES if x.device.type == "cpu" else _GPU_CHUNK_VALUES
+def _encode_group(x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables) -> tuple[int, int, bytes | Tensor]:
+    """Numbers of escapes and of missed values, and the part: escapes, missed values, coded bands."""
+    codes = torch.empty(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
+    codes[len(x) :] = 0
+    num_codes = len(tables.levels)
+    found = quantizer_of(x).quantize(x, start, grid, tables.low, num_codes, codes[: len(x)], len(x) // 4)
+    if found is not None:
+        escapes, missed = found
+        bands = coder_of(x).encode_bands(codes, len(x), layout, tables)
+        part = torch.cat([escapes, x[missed].view(torch.uint8), bands])
+        if len(part) < x.nbytes:
+            return len(escapes), len(missed), part.numpy().tobytes() if x.device.type == "cpu" else part
+    return _EXACT, 0, encode_bytes(x)
+
+
+def _decode_group(
+    part: bytes | Tensor, num_escapes: int, num_missed: int, start: int, grid: Grid, layout: Layout, tables: Tables,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Write the values of a group into out (n,). Raises DamagedRecord."""
+    data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
+    escapes, values, bands = data.split(
+        (num_escapes, num_missed * out.itemsize, len(data) - num_escapes - num_missed * out.itemsize)
+    )
+    codes = torch.empty(layout.coded(len(out)), dtype=torch.uint8, device=out.device)[: len(out)]
+    missed = None
+    if coder_of(out).decode_bands(bands, layout, tables, codes):
+        missed = quantizer_of(out).dequantize(codes, escapes, start, grid, tables.low, num_missed, out)
+    if missed is None:
+        raise DamagedRecord("the codes of a part do not end where they should")
+    out[missed] = values.clone().view(out.dtype)
+
+
+def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]]:
+    """Grid, tables and the groups' parts of a record. Raises DamagedRecord where they do not belong together."""
+    meta = encoded.meta
+    if not isinstance(meta, _Meta) or encoded.dtype not in _FLOATS:
+        raise DamagedRecord(f"its numbers are a {type(meta).__name__} for dtype {encoded.dtype}")
+    layout, num_values = meta.layout, math.prod(encoded.shape)
+    whole = (meta.inner, layout.left, layout.up, layout.restart, layout.band)
+    if not all(isinstance(number, int) and 0 < number < 2**48 for number in whole) or layout.group >= 2**31:
+        raise DamagedRecord(f"its layout is {layout}, with {meta.inner} neighbours of a channel")
+    num_groups = -(-num_values // layout.group)
+    check_num_parts(encoded, 2 + num_groups)
+    if not len(meta.num_escapes) == len(meta.num_missed) == num_groups:
+        raise DamagedRecord(f"it counts {len(meta.num_escapes)} groups of {num_groups}")
+    levels, packed, *parts = encoded.parts
+    num_channels = levels.shape[1] if isinstance(levels, Tensor) and levels.ndim == 2 else 0
+    work = torch.promote_types(encoded.dtype, torch.float32)
+    step, offset = tensor_part(encoded, 0, work, 2, num_channels)
+    if not num_channels or not isinstance(packed, bytes):
+        raise DamagedRecord(f"it has {num_channels} channels, and tables of type {type(packed).__name__}")
+    group_bytes = layout.group * encoded.dtype.itemsize
+    for num_escapes, num_missed, part in zip(meta.num_escapes, meta.num_missed, parts, strict=True):
+        if num_escapes == _EXACT:
+            continue
+        if (encoded.device.type == "cpu") != isinstance(part, bytes) or len(part) > group_bytes:
+            raise DamagedRecord(f"a part is a {type(part).__name__} of {len(part)} bytes")
+        if min(num_escapes, num_missed) < 0 or num_escapes + num_missed * encoded.dtype.itemsize > len(part):
+            raise DamagedRecord(f"a part of {len(part)} bytes cannot hold {num_escapes} and {num_missed} values")
+    return Grid(step, step, offset, step, meta.inner, meta.sign_exact), Tables.unpack(packed), tuple(parts)
 
 
 def _threaded(x: Tensor) -> bool:
-    return twin_of(x) is not None
+    return coder_of(x) is not reference
 
 
-def _held(blob: np.ndarray | Tensor) -> bytes | Tensor:
-    if isinstance(blob, Tensor):
-        return compress(blob.numpy()) if blob.device.type == "cpu" else blob
-    return compress(blob)
+def _tables(flat: Tensor, grid: Grid, layout: Layout) -> Tables | None:
+    """The tables for a tensor's codes, from a sample; None where codes of a byte do not pay."""
+    starts, length = sample_starts(len(flat), layout)
+    runs = flat[: len(flat) // length * length].view(-1, length)[torch.from_numpy(starts // length).to(flat.device)]
+    codes = torch.empty(runs.shape, dtype=torch.uint8, device=flat.device)
+    quantizer_of(flat).quantize_runs(runs, starts, grid, codes)
+    return tables_of(codes.cpu().numpy(), layout, len(flat))
 
 
-def _grid_and_bound(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> tuple[Grid, Tensor] | None:
-    """The quantiser's grid and the absolute bound a channel, (C,) float64; None where storage has to be lossless."""
+def _grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
+    """The quantiser's grid; None where storage has to be lossless."""
     num_channels, inner = _channels(dense, bound)
     if dense.dtype not in _FLOATS or dense.numel() == 0:
         return None
     work = torch.promote_types(dense.dtype, torch.float32)
     absolute = torch.as_tensor(bound.value, dtype=torch.float64).expand(num_channels)
-    low = high = offset = torch.zeros(num_channels, dtype=torch.float64)
-    centred = bound.channel_dim is not None and not sign_exact
     # Beyond this, levels would not be finite in the tensor's dtype.
     huge = torch.finfo(dense.dtype).max / 8
-    if centred or bound.kind == "range_rel" or bool((absolute > huge).any()):
+    if bound.kind == "range_rel" or bool((absolute > huge).any()):
         low, high = _finite_range(dense, num_channels, inner)
-    if bound.kind == "range_rel":
-        extent = high - low
-        extent = torch.where(extent.isinf(), absolute * high - absolute * low, absolute * extent)
-        absolute = extent.nan_to_num(nan=0.0, posinf=torch.inf)  # an infinite bound times no range
-    largest = torch.maximum(low.abs(), high.abs())
-    absolute = torch.where(absolute > huge, torch.minimum(absolute, largest / 2), absolute)
+        if bound.kind == "range_rel":
+            extent = high - low
+            extent = torch.where(extent.isinf(), absolute * high - absolute * low, absolute * extent)
+            absolute = extent.nan_to_num(nan=0.0, posinf=torch.inf)  # an infinite bound times no range
+        largest = torch.maximum(low.abs(), high.abs()) * (0.5 + 2.0**-20)  # such that the largest is within a step
+        absolute = torch.where(absolute > huge, torch.minimum(absolute, largest), absolute)
 
-    step = (2 * absolute).to(work)
-    step = torch.where(step.double() > 2 * absolute, torch.nextafter(step, torch.zeros_like(step)), step)
-    # Smaller levels could be flushed to zero by a processor set up so. Such channels are exact, by their outliers.
+    # A little less than twice the bound: the levels are rounded, and values half-way between two must still fit.
+    step = _rounded_down(2 * absolute * (1 - 2.0**-20), work)
+    # Smaller levels could be flushed to zero by a processor set up so. Such channels are exact, by what misses.
     usable = step > 4 * torch.finfo(work).tiny
     if not bool(usable.any()):
         return None
     step = torch.where(usable, step, 1)
-    if centred:
-        # Codes reach from -2**(b-1) to 2**(b-1) - 1: their middle is at -1/2. Up to 2**21 the offset is exact.
-        offset = torch.round((low / 2 + high / 2) / step.double() + 0.5).clamp(-(2.0**21), 2.0**21)
-    grid = Grid(step.to(dense.device), offset.to(dense.device, work), inner, sign_exact)
-    return grid, torch.where(usable, absolute, 0).to(dense.device)
+    offset = torch.zeros_like(step)
+    if bound.channel_dim is not None and not sign_exact:
+        # Up to 2**21 the offset is exact.
+        offset = torch.round(_middles(dense, num_channels, inner) / step.double()).clamp(-(2.0**21), 2.0**21).to(work)
+    # A distance computed in float32 is off by one part in 2**24; in float64 it is what the bound is defined by.
+    limit = absolute if work == torch.float64 else _rounded_down(absolute * (1 - 2.0**-23), work)
+    limit = torch.where(usable, limit, 0)
+    step, inverse, offset, limit = (entry.to(dense.device) for entry in (step, 1 / step, offset, limit))
+    return Grid(step, inverse, offset, limit, inner, sign_exact)
+
+
+def _rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = values.to(dtype)
+    return torch.where(rounded.double() > values, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
+
+
+def _middles(dense: Tensor, num_channels: int, inner: int) -> Tensor:
+    """About the mean of each channel's finite values, (C,) float64 on the CPU."""
+    planes = flat_of(dense)[: dense.numel() // (num_channels * inner) * num_channels * inner].view(
+        -1, num_channels, inner
+    )
+    some = planes[:: -(-len(planes) // _MIDDLE_PLANES), :, :: -(-inner // _MIDDLE_VALUES)].double()
+    return some.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).mean((0, 2)).cpu()
 
 
 def _channels(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
@@ -183,16 +253,15 @@ def _channels(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
 
 def _finite_range(dense: Tensor, num_channels: int, inner: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest finite value of each channel, (C,) float64 on the CPU; zeros where none is finite."""
-    chunk_values = _chunk_values(dense)
-    chunks = flat_of(dense).split(chunk_values)
+    chunks = flat_of(dense).split(CHUNK_VALUES)
     kernels = twin_of(dense) or reference
 
     def range_of(index: int) -> tuple[Tensor, Tensor]:
         low = torch.full((num_channels,), torch.inf, dtype=torch.float64)
         high = -low
-        kernels.finite_range(chunks[index], index * chunk_values, inner, low, high)
+        kernels.finite_range(chunks[index], index * CHUNK_VALUES, inner, low, high)
         return low, high
 
-    lows, highs = zip(*run_chunks(range_of, len(chunks), threaded=_threaded(dense)), strict=True)
+    lows, highs = zip(*run_chunks(range_of, len(chunks), threaded=kernels is not reference), strict=True)
     low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
     return low.where(low <= high, 0), high.where(low <= high, 0)

@@ -1,174 +1,23 @@
 """Twins of the reference stages in numba, for float32 and float64 (and bytes) on the CPU, equal bit for bit.
 
-One pass over the values quantises, checks and packs, block by block in the first-level cache. The kernels are serial
-and release the GIL: the codecs call them from their own threads (`chunks.py`), since numba's parallel kernels must not
-be called from two threads at once. numba forms no fused multiply-add unless told to (fastmath), which the equality with
-the reference needs.
-
-Within a block the loop has no branch, so that it becomes vector instructions; outliers are rare and looked up in a
-second walk over the blocks that have some. Compiled code is cached on disk (NUMBA_CACHE_DIR, else beside this file).
+The kernels are serial and release the GIL: the codecs call them from their own threads (`chunks.py`), since numba's
+parallel kernels must not be called from two threads at once. The twins of the error-bounded codec's quantiser and coder
+have files of their own, `quantizer.py` and `context_coder.py`.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
-from comet_core.codecs.kernels.reference import GROUP_VALUES, Grid
+from comet_core.codecs.kernels.compiled import compiled
+from comet_core.codecs.kernels.reference import GROUP_VALUES
 
-_BLOCK = 256
 _LANES = 16
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # numpy's error model: a division makes inf or NaN instead of a branch to an exception.
-    compile_with = partial(njit, nogil=True, error_model="numpy")
-    try:
-        compiled: Callable[..., Any] = compile_with(cache=True)(function)
-    except RuntimeError:  # no folder to cache in can be written
-        compiled = compile_with()(function)
-    return compiled
-
-
-@_compiled
-def _fill_block(of_channel: np.ndarray, start: int, count: int, inner: int, block: np.ndarray) -> None:
-    """block[j] = of_channel[channel of flat index start + j], a run of one channel or of many after the other."""
-    num_channels = len(of_channel)
-    channel = start // inner % num_channels
-    run = inner - start % inner
-    at = 0
-    while at < count:
-        if inner == 1:
-            run = min(num_channels - channel, count - at)
-            block[at : at + run] = of_channel[channel : channel + run]
-            channel = 0
-        else:
-            block[at : at + min(run, count - at)] = of_channel[channel]
-            channel = channel + 1 if channel + 1 < num_channels else 0
-        at += run
-        run = inner
-
-
-@_compiled
-def _one_channel(start: int, count: int, inner: int, num_channels: int) -> int:
-    """The channel that all of a block's values have, or -1."""
-    if num_channels == 1:
-        return 0
-    first = start // inner
-    return first % num_channels if first == (start + count - 1) // inner else -1
-
-
-@_compiled
-def _encode(
-    x: np.ndarray, start: int, step: np.ndarray, offset: np.ndarray, bound: np.ndarray, inner: int, sign_exact: bool,
-    bits: int, packed: np.ndarray, outliers: np.ndarray,
-) -> int:  # fmt: skip
-    """Fill packed and outliers (indices into x); the number of outliers, or -1 when there is no room for them."""
-    limit = 1 << (bits - 1)
-    low, high = x.dtype.type(-limit), x.dtype.type(limit - 1)
-    zero, one, two, half = x.dtype.type(0), x.dtype.type(1), x.dtype.type(2), x.dtype.type(0.5)
-    steps, offsets = np.empty(_BLOCK, x.dtype), np.empty(_BLOCK, x.dtype)
-    bounds = np.empty(_BLOCK, np.float64)
-    codes = np.empty(_BLOCK, np.uint8)
-    missed = np.empty(_BLOCK, np.bool_)
-    filled = -1
-    num_outliers = 0
-    for first in range(0, len(x), _BLOCK):
-        values = x[first : first + _BLOCK]
-        count = len(values)
-        channel = _one_channel(start + first, count, inner, len(step))
-        if channel < 0 or channel != filled:
-            _fill_block(step, start + first, count, inner, steps)
-            _fill_block(offset, start + first, count, inner, offsets)
-            _fill_block(bound, start + first, count, inner, bounds)
-            filled = channel
-        num_missed = 0
-        if sign_exact:
-            for j in range(count):
-                size = abs(values[j])
-                q = np.ceil(size / steps[j])
-                q = one if (q < one and size > zero) else q
-                signed = -q if values[j] < zero else q
-                fits = signed >= low and signed <= high
-                signed = signed if fits else zero
-                q = q if fits else zero
-                y = (two * q - one) * (steps[j] * half)
-                y = zero if q == zero else y
-                # |x| and |y| have the sign taken off both, which leaves their distance.
-                miss = not (fits and abs(np.float64(size) - np.float64(y)) <= bounds[j])
-                missed[j] = miss
-                num_missed += miss
-                codes[j] = np.uint8(np.int32(signed) + limit)
-        else:
-            for j in range(count):
-                q = np.rint(values[j] / steps[j]) - offsets[j]
-                fits = q >= low and q <= high
-                q = q if fits else zero
-                y = (q + offsets[j]) * steps[j]
-                miss = not (fits and abs(np.float64(values[j]) - np.float64(y)) <= bounds[j])
-                missed[j] = miss
-                num_missed += miss
-                codes[j] = np.uint8(np.int32(q) + limit)
-        if bits == 8:
-            packed[first : first + count] = codes[:count]
-        else:
-            if count % 2:
-                codes[count] = 0
-            pairs = packed[first // 2 : first // 2 + (count + 1) // 2]
-            for k in range(len(pairs)):
-                pairs[k] = codes[2 * k] | (codes[2 * k + 1] << 4)
-        if num_missed:
-            if num_outliers + num_missed > len(outliers):
-                return -1
-            for j in range(count):
-                if missed[j]:
-                    outliers[num_outliers] = first + j
-                    num_outliers += 1
-    return num_outliers
-
-
-@_compiled
-def _decode(
-    packed: np.ndarray, start: int, step: np.ndarray, offset: np.ndarray, inner: int, sign_exact: bool, bits: int,
-    out: np.ndarray,
-) -> None:  # fmt: skip
-    limit = 1 << (bits - 1)
-    zero, one, two, half = out.dtype.type(0), out.dtype.type(1), out.dtype.type(2), out.dtype.type(0.5)
-    steps, offsets = np.empty(_BLOCK, out.dtype), np.empty(_BLOCK, out.dtype)
-    codes = np.empty(_BLOCK, np.uint8)
-    filled = -1
-    for first in range(0, len(out), _BLOCK):
-        values = out[first : first + _BLOCK]
-        count = len(values)
-        channel = _one_channel(start + first, count, inner, len(step))
-        if channel < 0 or channel != filled:
-            _fill_block(step, start + first, count, inner, steps)
-            _fill_block(offset, start + first, count, inner, offsets)
-            filled = channel
-        if bits == 8:
-            codes[:count] = packed[first : first + count]
-        else:
-            pairs = packed[first // 2 : first // 2 + (count + 1) // 2]
-            for k in range(len(pairs)):
-                codes[2 * k] = pairs[k] & 15
-                codes[2 * k + 1] = pairs[k] >> 4
-        if sign_exact:
-            for j in range(count):
-                q = out.dtype.type(np.int32(codes[j]) - limit)
-                y = (two * abs(q) - one) * (steps[j] * half)
-                y = zero if q == zero else y
-                values[j] = -y if q < zero else y
-        else:
-            for j in range(count):
-                q = out.dtype.type(np.int32(codes[j]) - limit)
-                values[j] = (q + offsets[j]) * steps[j]
-
-
-@_compiled
+@compiled
 def _finite_range(x: np.ndarray, start: int, inner: int, low: np.ndarray, high: np.ndarray) -> None:
     """Widen low and high (C,) by the finite values of x, in lanes: a plain minimum would wait for itself."""
     num_channels = len(low)
@@ -208,7 +57,7 @@ def _finite_range(x: np.ndarray, start: int, inner: int, low: np.ndarray, high: 
             high[channel] = max(high[channel], np.float64(highs[j]))
 
 
-@_compiled
+@compiled
 def _shuffle(data: np.ndarray, itemsize: int, out: np.ndarray) -> None:
     count = len(data) // itemsize
     for place in range(itemsize):
@@ -217,7 +66,7 @@ def _shuffle(data: np.ndarray, itemsize: int, out: np.ndarray) -> None:
             plane[j] = data[j * itemsize + place]
 
 
-@_compiled
+@compiled
 def _unshuffle(data: np.ndarray, itemsize: int, out: np.ndarray) -> None:
     count = len(data) // itemsize
     for place in range(itemsize):
@@ -226,7 +75,7 @@ def _unshuffle(data: np.ndarray, itemsize: int, out: np.ndarray) -> None:
             out[j * itemsize + place] = plane[j]
 
 
-@_compiled
+@compiled
 def _positive_bits(x: np.ndarray, bits: np.ndarray) -> None:
     whole = len(x) // 8
     for k in range(whole):
@@ -242,7 +91,7 @@ def _positive_bits(x: np.ndarray, bits: np.ndarray) -> None:
         bits[whole] = byte
 
 
-@_compiled
+@compiled
 def _fill_positive(bits: np.ndarray, value: Any, out: np.ndarray) -> None:
     zero = out.dtype.type(0)
     whole = len(out) // 8
@@ -252,37 +101,6 @@ def _fill_positive(bits: np.ndarray, value: Any, out: np.ndarray) -> None:
             values[place] = value if bits[k] >> place & 1 else zero
     for j in range(8 * whole, len(out)):
         out[j] = value if bits[whole] >> (j - 8 * whole) & 1 else zero
-
-
-def encode_chunk(
-    x: Tensor, start: int, grid: Grid, bound: Tensor, bits: int, max_outliers: int
-) -> tuple[np.ndarray, int] | None:
-    """Twin of reference.encode_chunk; the blob is a numpy array."""
-    values = x.numpy()
-    packed = np.empty((len(values) * bits + 7) // 8, np.uint8)
-    outliers = np.empty(max_outliers, np.int32)
-    num_outliers = _encode(
-        values, start, grid.step.numpy(), grid.offset.numpy(), bound.numpy(), grid.inner, grid.sign_exact, bits,
-        packed, outliers,
-    )  # fmt: skip
-    if num_outliers < 0:
-        return None
-    if num_outliers == 0:
-        return packed, 0
-    outliers = outliers[:num_outliers]
-    return np.concatenate([outliers.view(np.uint8), values[outliers].view(np.uint8), packed]), num_outliers
-
-
-def decode_chunk(blob: np.ndarray, num_outliers: int, start: int, grid: Grid, bits: int, out: Tensor) -> None:
-    """Twin of reference.decode_chunk; the blob is a numpy array."""
-    values = out.numpy()
-    values_at, codes_at = 4 * num_outliers, (4 + out.itemsize) * num_outliers
-    _decode(
-        blob[codes_at:], start, grid.step.numpy(), grid.offset.numpy(), grid.inner, grid.sign_exact, bits, values
-    )  # fmt: skip
-    if num_outliers:
-        indices = blob[:values_at].view(np.int32)
-        values[indices] = blob[values_at:codes_at].copy().view(values.dtype)
 
 
 def finite_range(x: Tensor, start: int, inner: int, low: Tensor, high: Tensor) -> None:
@@ -314,7 +132,7 @@ def fill_positive(bits: Tensor, value: Tensor, out: Tensor) -> None:
     _fill_positive(bits.numpy(), value.numpy()[()], out.numpy())
 
 
-@_compiled
+@compiled
 def _mixed(h: Any) -> Any:
     h = np.uint32(h ^ (h >> np.uint32(16)))
     h = np.uint32(h * np.uint32(0x85EBCA6B))
@@ -323,7 +141,7 @@ def _mixed(h: Any) -> Any:
     return np.uint32(h ^ (h >> np.uint32(16)))
 
 
-@_compiled
+@compiled
 def _encode_groups(
     x: np.ndarray, first_group: int, bits: int, seed: int, sign_exact: bool, low: np.ndarray, step: np.ndarray,
     packed: np.ndarray,
@@ -394,7 +212,7 @@ def _encode_groups(
             places[:] = codes[: len(places)]
 
 
-@_compiled
+@compiled
 def _decode_groups(
     packed: np.ndarray, low: np.ndarray, step: np.ndarray, bits: int, sign_exact: bool, most: float, out: np.ndarray
 ) -> None:

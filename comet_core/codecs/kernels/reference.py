@@ -1,48 +1,57 @@
 """Every stage of the codecs in plain PyTorch: the definition, on any device.
 
-The twin in `cpu.py` gives the same codes and the same decoded values, bit for bit; the tests hold it against this
-file. What is written here is therefore chosen to be exact everywhere: division, rint, ceil and multiplication are
-correctly rounded IEEE operations, nothing is fused, and each result is rounded once. Speed is not a goal.
+The twins in `cpu.py`, `quantizer.py` and `context_coder.py` give the same codes, payloads and decoded values, bit for
+bit; the tests hold them against this file. What is written here is therefore chosen to be exact everywhere: rint, ceil
+and multiplication are correctly rounded IEEE operations, nothing is fused, and each result is rounded once. Speed is
+not a goal.
 
-The quantiser has step s = 2 * bound, rounded down to the working dtype (float64 for float64, else float32), and for
-each channel an integer offset o. All arithmetic is in the working dtype:
+The error-bounded codec's quantiser has a step s a little below 2 * bound, and for each channel an integer offset o. All
+arithmetic is in the working dtype (float64 for float64, else float32), r is 1 / s:
 
-    plain (mid-tread)        q = rint(x / s) - o                     y = (q + o) * s
-    sign exact (mid-rise     q = sign(x) * max(ceil(|x| / s), 1)     y = sign(q) * ((2 |q| - 1) * (s / 2))
+    plain (mid-tread)        q = rint(x * r) - o                     y = (q + o) * s
+    sign exact (mid-rise     q = sign(x) * max(ceil(|x| * r), 1)     y = sign(q) * ((2 |q| - 1) * (s / 2))
     with a zero of its own)  q = 0 where x = 0                       y = 0 where q = 0
 
-q must lie in -2**(b-1) .. 2**(b-1) - 1 for codes of b bits, and |x - y| <= bound must hold in float64 for the y that
-the decoder returns, rounded to the tensor's dtype. What misses (so also NaN and infinities) is an outlier: its index
-and its bits are kept. The stored code is q + 2**(b-1).
+|q| must be at most 127, and |x - y| computed in the working dtype at most a limit that keeps the bound in exact
+arithmetic, for the y that the decoder returns, rounded to the tensor's dtype. What misses (so also NaN and infinities)
+is kept as it is.
 """
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from comet_core.codecs.kernels.contexts import NO_LEVEL, SLOTS, START, Layout, Tables
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where the quantiser's levels lie, one entry a channel.
+    """Where the quantiser's levels lie, and how far from one a value may be; one entry a channel, in working dtype.
 
     The channel of the value at index i of flat memory is (i // inner) % len(step).
     """
 
     step: Tensor
-    """(C,) in the working dtype; finite, and above twice the smallest normal number."""
+    """(C,) finite, and above twice the smallest normal number."""
+    inverse: Tensor
+    """(C,) 1 / step."""
     offset: Tensor
-    """(C,) whole numbers in the working dtype, at most 2**21 in magnitude; zero where sign_exact."""
+    """(C,) whole numbers, at most 2**21 in magnitude; zero where sign_exact."""
+    limit: Tensor
+    """(C,) a distance that is no larger, computed in the working dtype, keeps the bound in exact arithmetic."""
     inner: int
     sign_exact: bool
 
-    def of_values(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Step and offset for each of `count` values from flat index `start`, as tensors that broadcast to (count,)."""
+    def of_values(self, start: int, count: int) -> tuple[Tensor, ...]:
+        """Step, inverse, offset and limit of `count` values from flat index `start`, to broadcast to (count,)."""
+        entries = self.step, self.inverse, self.offset, self.limit
         if len(self.step) == 1:
-            return self.step, self.offset
+            return entries
         channel = channel_of_values(start, count, self.inner, len(self.step), self.step.device)
-        return self.step[channel], self.offset[channel]
+        return tuple(entry[channel] for entry in entries)
 
 
 def channel_of_values(start: int, count: int, inner: int, num_channels: int, device: torch.device) -> Tensor:
@@ -62,24 +71,136 @@ def finite_range(x: Tensor, start: int, inner: int, low: Tensor, high: Tensor) -
         extreme.copy_(better(extreme, found.cpu()))
 
 
-def quantize(x: Tensor, step: Tensor, offset: Tensor, sign_exact: bool, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes q (n,) in the working dtype, 0 where they do not fit, and a mask of those that fit."""
+def quantize(
+    x: Tensor, start: int, grid: Grid, low: int, num_codes: int, codes: Tensor, most_escapes: int
+) -> tuple[Tensor, Tensor] | None:
+    """Quantise the (n,) values of x, which begin at index `start` of the whole memory, into codes (n,) uint8.
+
+    Code c > 0 stands for q = c - 1 + low, where `num_codes` counts the code 0. The values with code 0 are the escapes:
+    for each of them, in order, a byte is q + 128, or 0 where q does not keep the bound. Gives the escapes (uint8) and
+    the indices (int32) of these last; None where there are more than most_escapes escapes.
+    """
+    step, inverse, offset, limit = grid.of_values(start, len(x))
+    values = x.to(step.dtype)
+    q = quantized(values, inverse, offset, grid.sign_exact)
+    fits = q.abs() <= 127
+    q = torch.where(fits, q, 0)
+    y = level(q, step, offset, grid.sign_exact).to(x.dtype).to(step.dtype)
+    good = fits & ((values - y).abs() <= limit)
+    if grid.sign_exact:
+        good &= torch.sign(y) == torch.sign(values)
+    wide = torch.where(good, q + 128, 0).to(torch.uint8)
+    code = wide.to(torch.int16) - (low + 127)
+    codes.copy_(torch.where((code > 0) & (code < num_codes), code, 0))
+    escapes = wide[codes == 0]
+    return None if len(escapes) > most_escapes else (escapes, (wide == 0).nonzero()[:, 0].to(torch.int32))
+
+
+def quantize_runs(runs: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
+    """Fill codes (R, n) uint8 with q + 128, or 0, for R runs of values (R, n), each with its own flat start index."""
+    for run, start, of_run in zip(runs, starts.tolist(), codes, strict=True):
+        quantize(run, start, grid, -127, 256, of_run, len(run))
+
+
+def dequantize(
+    codes: Tensor, escapes: Tensor, start: int, grid: Grid, low: int, num_missed: int, out: Tensor
+) -> Tensor | None:
+    """Write the values of (n,) codes into out (n,); gives the indices of values kept elsewhere, which out lacks.
+
+    None where the escapes do not fit the codes, or other than num_missed values are kept elsewhere.
+    """
+    escaped = codes == 0
+    if int(escaped.sum()) != len(escapes):
+        return None
+    step, _, offset, _ = grid.of_values(start, len(out))
+    wide = codes.to(torch.int16) + (low + 127)
+    wide[escaped] = escapes.to(torch.int16)
+    out.copy_(level(wide.to(step.dtype) - 128, step, offset, grid.sign_exact))
+    missed = (wide == 0).nonzero()[:, 0].to(torch.int32)
+    return missed if len(missed) == num_missed else None
+
+
+def quantized(x: Tensor, inverse: Tensor, offset: Tensor, sign_exact: bool) -> Tensor:
+    """The whole numbers q of values x, all in the working dtype; NaN and infinities stay such."""
     if sign_exact:
-        magnitude = torch.ceil(x.abs() / step)
-        # A quotient may underflow to 0; a non-zero must not become zero by that.
-        q = torch.sign(x) * torch.where(x == 0, magnitude, magnitude.clamp(min=1))
-    else:
-        q = torch.round(x / step) - offset
-    limit = 1 << (bits - 1)
-    fits = (q >= -limit) & (q < limit)
-    return torch.where(fits, q, 0), fits
+        magnitude = torch.ceil(x.abs() * inverse)
+        # A product may underflow to 0; a non-zero must not become zero by that.
+        return torch.sign(x) * torch.where(x == 0, magnitude, magnitude.clamp(min=1))
+    return torch.round(x * inverse) - offset
 
 
-def dequantize(q: Tensor, step: Tensor, offset: Tensor, sign_exact: bool) -> Tensor:
-    """Values y (n,) in the working dtype for codes q (n,)."""
+def level(q: Tensor, step: Tensor, offset: Tensor, sign_exact: bool) -> Tensor:
+    """The values that whole numbers q stand for, all in the working dtype."""
     if sign_exact:
         return torch.where(q == 0, 0, torch.sign(q) * ((2 * q.abs() - 1) * (step / 2)))
     return (q + offset) * step
+
+
+def encode_bands(codes: Tensor, count: int, layout: Layout, tables: Tables) -> Tensor:
+    """Code the first `count` of codes uint8, at most a group, which has layout.coded(count) places.
+
+    Gives the bands' last states (uint32) and then the words (uint16), as uint8.
+
+    See `context_coder` for what happens to a state.
+    """
+    active = _active(count, layout, codes.device)
+    band, num_bands = active.shape
+    of_step = torch.nn.functional.pad(codes[:count], (0, num_bands * band - count)).view(num_bands, band).t().long()
+    levels = torch.from_numpy(tables.levels).to(codes.device)[of_step].long()
+    contexts, step = torch.zeros_like(levels), torch.arange(band, device=codes.device)[:, None]
+    for distance, period, shift in ((layout.left, layout.up, 4), (layout.up, layout.restart, 0)):
+        neighbour = torch.full_like(levels, NO_LEVEL)
+        neighbour[distance:] = levels[:-distance]
+        contexts |= torch.where(step % period >= distance, neighbour, NO_LEVEL) << shift
+    context_of, slots = (torch.from_numpy(table.astype(np.int64)).to(codes.device) for table in tables.for_encoding)
+    entries = slots[context_of[contexts] + of_step]
+    frequencies, firsts = entries >> 16, entries & 0xFFFF
+    x = torch.full((num_bands,), START, dtype=torch.int64, device=codes.device)
+    words = []
+    for t in range(band - 1, -1, -1):
+        frequency = frequencies[t]
+        full = active[t] & (x >= frequency << 22)
+        words.append(x[full] & 0xFFFF)
+        x = torch.where(full, x >> 16, x)
+        coded = (x // frequency << 10) + x % frequency + firsts[t]
+        x = torch.where(active[t], coded, x)
+    unsigned = torch.cat([x & 0xFFFF, x >> 16]).view(2, -1).t().reshape(-1)
+    return torch.cat([unsigned, *words]).to(torch.uint16).view(torch.uint8)
+
+
+def decode_bands(payload: Tensor, layout: Layout, tables: Tables, codes: Tensor) -> bool:
+    """Fill codes (n,) uint8 from what encode_bands gave; False where the payload is not such."""
+    active = _active(len(codes), layout, codes.device)
+    band, num_bands = active.shape
+    if len(payload) < 4 * num_bands or len(payload) % 2:
+        return False
+    halves = payload.clone().view(torch.uint16).to(torch.int64)
+    x, words = halves[0 : 2 * num_bands : 2] | halves[1 : 2 * num_bands : 2] << 16, halves[2 * num_bands :]
+    context_of, slots = (torch.from_numpy(table.astype(np.int64)).to(codes.device) for table in tables.for_decoding)
+    used = len(words)
+    of_step, levels = torch.zeros_like(active, dtype=torch.uint8), torch.zeros_like(active, dtype=torch.int64)
+    none = torch.full_like(levels[0], NO_LEVEL)
+    for t in range(band):
+        left = levels[t - layout.left] if t % layout.up >= layout.left else none
+        up = levels[t - layout.up] if t % layout.restart >= layout.up else none
+        entry = slots[context_of[left << 4 | up] + (x & (SLOTS - 1))]
+        x = torch.where(active[t], (entry >> 22) * (x >> 10) + (entry >> 12 & 1023), x)
+        short = x < START
+        count = int(short.sum())
+        if count > used:
+            return False
+        x[short] = x[short] << 16 | words[used - count : used]
+        used -= count
+        of_step[t], levels[t] = entry & 255, entry >> 8 & 15
+    codes.copy_(of_step.t().reshape(-1)[: len(codes)])
+    return used == 0 and bool((x == START).all())
+
+
+def _active(count: int, layout: Layout, device: torch.device) -> Tensor:
+    """(steps, bands) bool: where the bands of `count` values have one."""
+    num_bands = -(-count // layout.band)
+    band = layout.band if num_bands > 1 else count
+    return torch.arange(num_bands, device=device) * band + torch.arange(band, device=device)[:, None] < count
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -96,38 +217,6 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of pack_bits: (count,) uint8."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).reshape(-1)[:count]
-
-
-def encode_chunk(
-    x: Tensor, start: int, grid: Grid, bound: Tensor, bits: int, max_outliers: int
-) -> tuple[Tensor, int] | None:
-    """Quantise, check and pack the (n,) values of x, which begin at index `start` of the whole tensor's memory.
-
-    `bound` is (C,) float64. Gives a uint8 blob, which holds the outliers' indices (int32), their values and the packed
-    codes, and the number of outliers; None where there are more than max_outliers.
-    """
-    step, offset = grid.of_values(start, len(x))
-    if len(bound) > 1:
-        bound = bound[channel_of_values(start, len(x), grid.inner, len(bound), bound.device)]
-    q, fits = quantize(x.to(step.dtype), step, offset, grid.sign_exact, bits)
-    y = dequantize(q, step, offset, grid.sign_exact).to(x.dtype)
-    outliers = (~(fits & ((x.double() - y.double()).abs() <= bound))).nonzero()[:, 0]
-    if len(outliers) > max_outliers:
-        return None
-    codes = (q.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
-    indices, values = outliers.to(torch.int32), x[outliers]
-    return torch.cat([indices.view(torch.uint8), values.view(torch.uint8), pack_bits(codes, bits)]), len(outliers)
-
-
-def decode_chunk(blob: Tensor, num_outliers: int, start: int, grid: Grid, bits: int, out: Tensor) -> None:
-    """Write the values of a blob of encode_chunk into out (n,), which begins at index `start` of the whole memory."""
-    step, offset = grid.of_values(start, len(out))
-    values_at, codes_at = 4 * num_outliers, (4 + out.itemsize) * num_outliers
-    q = unpack_bits(blob[codes_at:], bits, len(out)).to(step.dtype) - (1 << (bits - 1))
-    out.copy_(dequantize(q, step, offset, grid.sign_exact))
-    # Views of another dtype must start at a multiple of their item size: copy the two small slices first.
-    indices = blob[:values_at].clone().view(torch.int32).long()
-    out[indices] = blob[values_at:codes_at].clone().view(out.dtype)
 
 
 def shuffle_bytes(data: Tensor, itemsize: int) -> Tensor:

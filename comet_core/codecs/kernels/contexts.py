@@ -1,0 +1,294 @@
+"""The statistics of codes: where neighbours lie, which contexts there are, and a table of frequencies for each.
+
+A code is coded given its left and its upper neighbour. Codes are grouped into a few levels, two levels make a context,
+and contexts with like statistics share a table: merged greedily as long as a table of its own costs more bits than it
+saves, down to 16 at most. All of that comes from a sample of at most `SAMPLE_VALUES` values, so that choosing costs
+little beside coding.
+
+Sources: contexts of quantised neighbours, Wu and Memon, "Context-based, adaptive, lossless image coding" (1997); the
+merging is plain agglomerative clustering by description length.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from comet_core.codecs.base import DamagedRecord
+from comet_core.codecs.kernels.compiled import compiled
+
+LANES = 32
+"""Bands that are coded side by side and share a stream."""
+SLOTS = 1024
+"""Frequencies of a table add up to this."""
+START = 1 << 16
+"""The state that a coder begins with."""
+SAMPLE_VALUES = 1 << 15
+NO_LEVEL = 15
+"""Stands for a neighbour that there is not."""
+_NUM_LEVELS = 7
+_MOST_CONTEXTS = 16
+_MOST_PLANE = 8192
+_RUN_VALUES = 2048
+_ESCAPE_BITS = 18
+"""What an escape costs: a byte, and about as much for its rare code."""
+_HEADER = struct.Struct("<hBBB")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where neighbours lie in flat memory, in values. A band begins anew: its first row has no upper neighbour."""
+
+    left: int
+    up: int
+    restart: int
+    """After so many values a plane begins, whose first row has no upper neighbour."""
+    band: int
+
+    @property
+    def group(self) -> int:
+        """Values coded by one task."""
+        return LANES * self.band
+
+    def coded(self, count: int) -> int:
+        """Places that the codes of `count` values need: whole bands, and three to read beyond."""
+        return -(-count // self.band) * self.band + 3
+
+
+def layout_of(dense: Tensor) -> Layout:
+    """The layout for a dense tensor: rows and planes of its last two dimensions in memory; pixels of channels_last."""
+    sizes = [int(size) for _, size in sorted(zip(dense.stride(), dense.shape, strict=True)) if size > 1] or [1]
+    left, up = 1, sizes[0]
+    plane = up * sizes[1] if len(sizes) > 2 else max(dense.numel(), 1)
+    if dense.ndim == 4 and dense.shape[1] > 1 and dense.stride(1) == 1 and dense.shape[3] > 1:
+        channels = dense.shape[1]
+        left, up, plane = channels, channels * dense.shape[3], channels * dense.shape[2] * dense.shape[3]
+    # Long bands cost fewer states and restarts, short ones keep all threads busy.
+    fair = dense.numel() // (2 * LANES)
+    length = max(min(max(fair, 1024), 4096), min(16 * up, fair))
+    if plane <= _MOST_PLANE:
+        band = max(round(length / plane), 1) * plane
+        return Layout(left, up, plane, band)
+    if up <= _MOST_PLANE:
+        band = max(round(length / up), 1) * up
+        return Layout(left, up, band, band)
+    return Layout(left, length, length, length)
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """How codes are coded. Code 0 says that the value is kept elsewhere; code c > 0 is q = c - 1 + low."""
+
+    low: int
+    levels: np.ndarray
+    """(A,) uint8: the level of each code, below NO_LEVEL."""
+    contexts: np.ndarray
+    """(256,) uint8: the table for 16 * level of the left neighbour + level of the upper one."""
+    frequencies: np.ndarray
+    """(K, A) uint16, at least 1 each; a row adds up to SLOTS."""
+
+    def pack(self) -> bytes:
+        """The tables as bytes, see `unpack`."""
+        num_tables, num_codes = self.frequencies.shape
+        num_levels = int(self.levels.max()) + 1
+        used = self.contexts[_pairs(num_levels)]
+        header = _HEADER.pack(self.low, num_codes - 1, num_levels, num_tables)
+        return b"".join((header, self.levels.tobytes(), used.tobytes(), self.frequencies.astype("<u2").tobytes()))
+
+    @staticmethod
+    def unpack(data: bytes) -> "Tables":
+        """The inverse of `pack`. Raises DamagedRecord for other bytes."""
+        if len(data) < _HEADER.size:
+            raise DamagedRecord(f"its tables have {len(data)} bytes")
+        low, last_code, num_levels, num_tables = _HEADER.unpack_from(data)
+        num_codes, num_pairs = last_code + 1, (num_levels + 1) ** 2
+        sizes = (num_codes, num_pairs, 2 * num_codes * num_tables)
+        if not (0 < num_levels <= NO_LEVEL and num_tables > 0 and len(data) == _HEADER.size + sum(sizes)):
+            raise DamagedRecord(f"its tables have {len(data)} bytes")
+        levels, pairs, frequencies = np.split(np.frombuffer(data, np.uint8, offset=_HEADER.size), np.cumsum(sizes[:-1]))
+        contexts = np.zeros(256, np.uint8)
+        contexts[_pairs(num_levels)] = pairs
+        table = np.frombuffer(frequencies.tobytes(), "<u2").reshape(num_tables, num_codes).astype(np.uint16)
+        sums = table.astype(np.int64).sum(1)
+        if levels.max() >= num_levels or pairs.max() >= num_tables or table.min() < 1 or (sums != SLOTS).any():
+            raise DamagedRecord("its tables do not belong together")
+        return Tables(low, levels, contexts, table)
+
+    @cached_property
+    def for_encoding(self) -> tuple[np.ndarray, np.ndarray]:
+        """context_of (256,) and slots (K * A,) uint32 for `encode_steps`."""
+        first = np.cumsum(self.frequencies, axis=1, dtype=np.uint32) - self.frequencies
+        slots = self.frequencies.astype(np.uint32) << 16 | first
+        return self.contexts.astype(np.uint32) * np.uint32(self.frequencies.shape[1]), slots.ravel()
+
+    @cached_property
+    def for_decoding(self) -> tuple[np.ndarray, np.ndarray]:
+        """context_of (256,) and slots (K * SLOTS,) uint32 for `decode_steps`."""
+        num_tables, num_codes = self.frequencies.shape
+        counts = self.frequencies.ravel().astype(np.int64)
+        codes = np.arange(num_codes, dtype=np.uint32) | self.levels.astype(np.uint32) << 8
+        entries = np.tile(codes, num_tables) | self.frequencies.ravel().astype(np.uint32) << 22
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        slots = np.repeat(entries, counts) | (np.arange(len(first)) - first).astype(np.uint32) << 12
+        return self.contexts.astype(np.uint32) * np.uint32(SLOTS), slots
+
+
+def _pairs(num_levels: int) -> np.ndarray:
+    levels = np.append(np.arange(num_levels), NO_LEVEL)
+    return np.asarray((levels[:, None] * 16 + levels).ravel())
+
+
+def sample_starts(num_values: int, layout: Layout) -> tuple[np.ndarray, int]:
+    """Flat indices where the sample's runs begin, and their length: whole planes or rows, spread over the tensor."""
+    unit = layout.restart if layout.restart <= _MOST_PLANE else layout.up
+    length = max(round(_RUN_VALUES / unit), 1) * unit
+    length = min(length, num_values)
+    num_runs, wanted = num_values // length, SAMPLE_VALUES // length
+    if num_runs <= max(wanted, 1):
+        return np.arange(num_runs) * length, length
+    # Multiples of the golden ratio: even, and in step with no number of channels.
+    return np.sort((np.arange(1, wanted + 1) * 0.6180339887498949 % 1 * num_runs).astype(np.int64)) * length, length
+
+
+def tables_of(sample: np.ndarray, layout: Layout, num_values: int) -> Tables | None:
+    """Tables for the codes of a sample, (runs, length) uint8: q + 128, or 0 for what has no code.
+
+    None where so many do not fit that the codes do not pay.
+    """
+    counts = np.bincount(sample.ravel(), minlength=256)
+    total = int(counts.sum())
+    # A code takes at least one slot in each table: rare ones are better off as escapes.
+    kept = np.flatnonzero(counts[1:] > total / (SLOTS * np.log(2) * _ESCAPE_BITS)) + 1
+    if len(kept) == 0:
+        return None
+    first, last = int(kept[0]), int(kept[-1])
+    if total - int(counts[first : last + 1].sum()) > total // 16:
+        return None
+    codes = np.where((sample >= first) & (sample <= last), sample - np.uint8(first - 1), np.uint8(0))
+    counts = np.append(0, counts[first : last + 1])
+    levels = _levels_of(counts)
+    pairs = np.zeros((256, len(counts)), np.int64)
+    _count_pairs(codes, levels, layout.left, layout.up, min(layout.restart, codes.shape[1]), pairs)
+    used = np.flatnonzero(pairs.sum(1))
+    scale = num_values / total
+    table_of = _merge(pairs[used], _X_LOG_X, 16 * len(counts) / scale, _MOST_CONTEXTS)
+    num_tables = int(table_of.max()) + 1
+    sums = np.zeros((num_tables, len(counts)), np.int64)
+    np.add.at(sums, table_of, pairs[used])
+    contexts = np.full(256, table_of[int(pairs[used].sum(1).argmax())], np.uint8)
+    contexts[used] = table_of
+    if len(counts) <= NO_LEVEL:
+        # With a level of its own for each code nobody has to look levels up.
+        of_code = [*levels.tolist(), *[0] * (NO_LEVEL - len(levels)), NO_LEVEL]
+        contexts = np.ascontiguousarray(contexts.reshape(16, 16)[np.ix_(of_code, of_code)]).ravel()
+        levels = np.arange(len(counts), dtype=np.uint8)
+    pairs_used = _pairs(int(levels.max()) + 1)
+    kept = np.zeros(256, np.uint8)
+    kept[pairs_used] = contexts[pairs_used]
+    return Tables(first - 128, levels, kept, _frequencies(sums))
+
+
+def _levels_of(counts: np.ndarray) -> np.ndarray:
+    """(A,) uint8: neighbouring codes share a level, in shares of like weight; the square root favours rare ones."""
+    if len(counts) - 1 <= _NUM_LEVELS:
+        levels = np.maximum(np.arange(len(counts)) - 1, 0)
+    else:
+        weight = np.sqrt(counts)
+        middle = np.cumsum(weight) - weight / 2
+        _, levels = np.unique((middle / weight.sum() * _NUM_LEVELS).astype(np.int64), return_inverse=True)
+    levels = levels.astype(np.uint8)
+    levels[0] = levels[int(counts.argmax())]  # what is kept elsewhere says nothing: take it for the most frequent one
+    return levels
+
+
+def _frequencies(sums: np.ndarray) -> np.ndarray:
+    """(K, A) uint16 of at least 1 that add up to SLOTS, close to the shares of the counts."""
+    room = SLOTS - sums.shape[1]
+    shares = sums / np.maximum(sums.sum(1, keepdims=True), 1)
+    frequencies = np.maximum(np.rint(shares * SLOTS), 1).astype(np.int64)
+    while (excess := frequencies.sum(1) - SLOTS).any():
+        # The largest can spare most, and gains least.
+        for row, most in zip(np.flatnonzero(excess), frequencies.argmax(1)[excess != 0], strict=True):
+            frequencies[row, most] -= min(excess[row], max(frequencies[row, most] // 2, 1))
+    assert room >= 0 and frequencies.min() >= 1
+    return frequencies.astype(np.uint16)
+
+
+@compiled
+def _count_pairs(codes: np.ndarray, levels: np.ndarray, left: int, up: int, restart: int, pairs: np.ndarray) -> None:
+    """pairs[16 * left level + upper level, code] += 1 for all codes (runs, length)."""
+    for run in range(codes.shape[0]):
+        values = codes[run]
+        for start in range(0, len(values), up):
+            first_row = start % restart < up
+            for t in range(start, min(start + up, len(values))):
+                left_level = levels[values[t - left]] if t - start >= left else NO_LEVEL
+                up_level = NO_LEVEL if first_row else levels[values[t - up]]
+                pairs[16 * left_level + up_level, values[t]] += 1
+
+
+_X_LOG_X = np.arange(SAMPLE_VALUES + 8192 + 1) * np.log2(np.maximum(np.arange(SAMPLE_VALUES + 8192 + 1), 1))
+
+
+@compiled
+def _merge(counts: np.ndarray, x_log_x: np.ndarray, table_bits: float, most: int) -> np.ndarray:
+    """(n,) the table of each of n contexts: the cheapest pair is merged until each table pays and there are few."""
+    n, num_codes = counts.shape
+    counts = counts.copy()
+    table_of = np.arange(n)
+    totals = counts.sum(1)
+    bits = np.empty(n)
+    for a in range(n):
+        inside = 0.0
+        for code in range(num_codes):
+            inside += x_log_x[counts[a, code]]
+        bits[a] = x_log_x[totals[a]] - inside
+    costs = np.full((n, n), np.inf)
+    nearest = np.zeros(n, np.int64)
+    alive = np.ones(n, np.bool_)
+    for a in range(n):
+        for b in range(a):
+            inside = 0.0
+            for code in range(num_codes):
+                inside += x_log_x[counts[a, code] + counts[b, code]]
+            costs[a, b] = x_log_x[totals[a] + totals[b]] - inside - bits[a] - bits[b]
+        if a:
+            nearest[a] = costs[a, :a].argmin()
+    left = n
+    while left > 1:
+        best = -1
+        for a in range(1, n):
+            if alive[a] and (best < 0 or costs[a, nearest[a]] < costs[best, nearest[best]]):
+                best = a
+        a, b = best, nearest[best]
+        if a < 0 or (left <= most and costs[a, b] >= table_bits):
+            break
+        # b lives on with the counts of both.
+        counts[b] += counts[a]
+        totals[b] += totals[a]
+        bits[b] += bits[a] + costs[a, b]
+        alive[a] = False
+        table_of[table_of == a] = b
+        left -= 1
+        for other in range(n):
+            costs[max(a, other), min(a, other)] = np.inf
+            if alive[other] and other != b:
+                inside = 0.0
+                for code in range(num_codes):
+                    inside += x_log_x[counts[other, code] + counts[b, code]]
+                cost = x_log_x[totals[other] + totals[b]] - inside - bits[other] - bits[b]
+                costs[max(b, other), min(b, other)] = cost
+        for other in range(1, n):
+            if alive[other]:
+                nearest[other] = costs[other, :other].argmin()
+    number = -1
+    numbers = np.full(n, -1)
+    for a in range(n):
+        if alive[a]:
+            number += 1
+            numbers[a] = number
+    for a in range(n):
+        table_of[a] = numbers[table_of[a]]
+    return table_of

@@ -1,0 +1,326 @@
+"""The quantiser for the CPU: twins of `reference.quantize` and `reference.dequantize`, equal bit for bit.
+
+One pass over the values quantises and compares what the decoder will return with the original, block by block in the
+first-level cache. Within a block the loops have no branch, so that they become vector instructions; codes of 0 are rare
+and looked up in a second walk over the blocks that have some. numba knows no 16-bit floats: a float16 comes as uint16
+and a bfloat16 as int16, is widened to float32 on the way in, and rounded in the check as on the way out.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import types
+from numba.extending import overload
+from torch import Tensor
+
+from comet_core.codecs.kernels.compiled import compiled
+from comet_core.codecs.kernels.reference import Grid
+from comet_core.codecs.kernels.vectors import intrinsic
+
+_BLOCK = 256
+_NUMBA_DTYPES = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+
+_FLOAT, _WORD, _HALF_WORD = ir.FloatType(), ir.IntType(32), ir.IntType(16)
+
+
+@intrinsic
+def _float16_bits(typing_context: Any, value: Any) -> Any:
+    """The bits of a float32, rounded to float16 (nearest, ties to even)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), _HALF_WORD)
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic
+def _from_float16(typing_context: Any, bits: Any) -> Any:
+    """The float32 equal to a float16, given as its bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _FLOAT)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def _bfloat16_bits(typing_context: Any, value: Any) -> Any:
+    """The bits of a float32 that is no NaN, rounded to bfloat16 (nearest, ties to even)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _WORD)
+        odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
+        rounded = builder.add(bits, builder.add(odd, _WORD(0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, _WORD(16)), _HALF_WORD)
+
+    return types.int16(types.float32), generate
+
+
+@intrinsic
+def _from_bfloat16(typing_context: Any, bits: Any) -> Any:
+    """The float32 equal to a bfloat16, given as its bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(args[0], _WORD), _WORD(16)), _FLOAT)
+
+    return types.float32(types.int16), generate
+
+
+# numba compares the signatures of these with those of their overloads, annotations included: hence none.
+def _of(entry, j):  # type: ignore[no-untyped-def]
+    """The entry for a block's value j, from an array of them or one number for all."""
+
+
+def _value(x, j):  # type: ignore[no-untyped-def]
+    """Value j of a block in the working dtype."""
+
+
+def _bits(y, x):  # type: ignore[no-untyped-def]
+    """A number of the working dtype as an element of x, rounded."""
+
+
+def _rounded(y, x):  # type: ignore[no-untyped-def]
+    """A number of the working dtype, rounded as by storing it in x."""
+
+
+@overload(_of)
+def _overload_of(entry, j):  # type: ignore[no-untyped-def]
+    return (lambda entry, j: entry[j]) if isinstance(entry, types.Array) else (lambda entry, j: entry)
+
+
+@overload(_value)
+def _overload_value(x, j):  # type: ignore[no-untyped-def]
+    if x.dtype == types.uint16:
+        return lambda x, j: _from_float16(x[j])
+    if x.dtype == types.int16:
+        return lambda x, j: _from_bfloat16(x[j])
+    return lambda x, j: x[j]
+
+
+@overload(_bits)
+def _overload_bits(y, x):  # type: ignore[no-untyped-def]
+    if x.dtype == types.uint16:
+        return lambda y, x: _float16_bits(y)
+    if x.dtype == types.int16:
+        return lambda y, x: _bfloat16_bits(y)
+    return lambda y, x: y
+
+
+@overload(_rounded)
+def _overload_rounded(y, x):  # type: ignore[no-untyped-def]
+    if x.dtype == types.uint16:
+        return lambda y, x: _from_float16(_float16_bits(y))
+    if x.dtype == types.int16:
+        return lambda y, x: _from_bfloat16(_bfloat16_bits(y))
+    return lambda y, x: y
+
+
+@compiled
+def _fill_block(of_channel: np.ndarray, start: int, count: int, inner: int, block: np.ndarray) -> None:
+    """block[j] = of_channel[channel of flat index start + j], a run of one channel or of many after the other."""
+    num_channels = len(of_channel)
+    channel = start // inner % num_channels
+    run = inner - start % inner
+    at = 0
+    while at < count:
+        if inner == 1:
+            run = min(num_channels - channel, count - at)
+            block[at : at + run] = of_channel[channel : channel + run]
+            channel = 0
+        else:
+            block[at : at + min(run, count - at)] = of_channel[channel]
+            channel = channel + 1 if channel + 1 < num_channels else 0
+        at += run
+        run = inner
+
+
+@compiled
+def _one_channel(start: int, count: int, inner: int, num_channels: int) -> int:
+    """The channel that all of a block's values have, or -1."""
+    if num_channels == 1:
+        return 0
+    first = start // inner
+    return first % num_channels if first == (start + count - 1) // inner else -1
+
+
+@compiled
+def _quantize_block(
+    x: np.ndarray, step: Any, inverse: Any, offset: Any, limit: Any, sign_exact: bool, work: Any, wide: np.ndarray
+) -> None:
+    """wide[j] = q + 128 where q keeps the bound, else 0. Numbers that fill an int32 become vectors most easily."""
+    zero, one, two, half, most = work(0), work(1), work(2), work(0.5), work(127)
+    if sign_exact:
+        for j in range(len(x)):
+            value = _value(x, j)
+            size = abs(value)
+            q = np.ceil(size * _of(inverse, j))
+            q = one if (q < one and size > zero) else q
+            q = q if q <= most else zero  # also for NaN, which compares as false
+            y = _rounded((two * q - one) * (_of(step, j) * half), x)
+            y = y if q > zero else zero
+            good = (abs(size - y) <= _of(limit, j)) & ((y > zero) == (size > zero))
+            code = np.int32(q)
+            code = -code if value < zero else code
+            wide[j] = code + 128 if good else 0
+    else:
+        for j in range(len(x)):
+            value = _value(x, j)
+            q = np.rint(value * _of(inverse, j)) - _of(offset, j)
+            q = q if abs(q) <= most else zero
+            y = _rounded((q + _of(offset, j)) * _of(step, j), x)
+            wide[j] = np.int32(q) + 128 if abs(value - y) <= _of(limit, j) else 0
+
+
+@compiled
+def _quantize(
+    x: np.ndarray, start: int, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray, inner: int,
+    sign_exact: bool, skipped: int, num_codes: int, codes: np.ndarray, escapes: np.ndarray, missed: np.ndarray,
+) -> tuple[int, int]:  # fmt: skip
+    """Fill codes, escapes and missed (indices into x); the numbers of the latter, or -1 where there is no room."""
+    work = step.dtype.type
+    steps, inverses = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
+    offsets, limits = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
+    wide = np.empty(_BLOCK, np.int32)
+    num_escapes, num_missed = 0, 0
+    shift, last = np.uint8(skipped), np.uint8(num_codes - 1)
+    for first in range(0, len(x), _BLOCK):
+        values = x[first : first + _BLOCK]
+        count = len(values)
+        channel = _one_channel(start + first, count, inner, len(step))
+        if channel >= 0:
+            _quantize_block(
+                values, step[channel], inverse[channel], offset[channel], limit[channel], sign_exact, work, wide
+            )
+        else:
+            _fill_block(step, start + first, count, inner, steps)
+            _fill_block(inverse, start + first, count, inner, inverses)
+            _fill_block(offset, start + first, count, inner, offsets)
+            _fill_block(limit, start + first, count, inner, limits)
+            _quantize_block(values, steps, inverses, offsets, limits, sign_exact, work, wide)
+        of_block = codes[first : first + count]
+        smallest = np.uint8(255)
+        for j in range(count):
+            code = np.uint8(np.uint8(wide[j]) - shift)
+            code = code if code <= last else np.uint8(0)
+            of_block[j] = code
+            smallest = min(smallest, code)
+        if smallest == 0:
+            for j in range(count):
+                if of_block[j] == 0:
+                    if num_escapes == len(escapes):
+                        return -1, 0
+                    escapes[num_escapes] = wide[j]
+                    num_escapes += 1
+                    if wide[j] == 0:
+                        missed[num_missed] = first + j
+                        num_missed += 1
+    return num_escapes, num_missed
+
+
+@compiled
+def _level_block(wide: np.ndarray, step: Any, offset: Any, sign_exact: bool, work: Any, out: np.ndarray) -> None:
+    """out[j] = the value that q = wide[j] - 128 stands for."""
+    zero, one, two, half = work(0), work(1), work(2), work(0.5)
+    if sign_exact:
+        for j in range(len(out)):
+            q = work(np.int32(wide[j]) - 128)
+            place = (two * abs(q) - one) * (_of(step, j) * half)
+            place = zero if q == zero else place
+            out[j] = _bits(-place if q < zero else place, out)
+    else:
+        for j in range(len(out)):
+            out[j] = _bits((work(np.int32(wide[j]) - 128) + _of(offset, j)) * _of(step, j), out)
+
+
+@compiled
+def _dequantize(
+    codes: np.ndarray, escapes: np.ndarray, start: int, step: np.ndarray, offset: np.ndarray, inner: int,
+    sign_exact: bool, skipped: int, missed: np.ndarray, out: np.ndarray,
+) -> int:  # fmt: skip
+    """Fill out and missed (indices into out); the number of the latter, -1 where the escapes do not fit the codes."""
+    work = step.dtype.type
+    steps, offsets = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
+    wide = np.empty(_BLOCK, np.uint8)
+    num_escapes, num_missed = 0, 0
+    shift = np.uint8(skipped)
+    for first in range(0, len(out), _BLOCK):
+        values = out[first : first + _BLOCK]
+        count = len(values)
+        of_block = codes[first : first + count]
+        smallest = np.uint8(255)
+        for j in range(count):
+            smallest = min(smallest, of_block[j])
+            wide[j] = np.uint8(of_block[j] + shift)
+        if smallest == 0:
+            for j in range(count):
+                if of_block[j] == 0:
+                    if num_escapes == len(escapes):
+                        return -1
+                    wide[j] = escapes[num_escapes]
+                    num_escapes += 1
+                    if wide[j] == 0:
+                        if num_missed == len(missed):
+                            return -1
+                        missed[num_missed] = first + j
+                        num_missed += 1
+        channel = _one_channel(start + first, count, inner, len(step))
+        if channel >= 0:
+            _level_block(wide, step[channel], offset[channel], sign_exact, work, values)
+        else:
+            _fill_block(step, start + first, count, inner, steps)
+            _fill_block(offset, start + first, count, inner, offsets)
+            _level_block(wide, steps, offsets, sign_exact, work, values)
+    return num_missed if num_escapes == len(escapes) else -1
+
+
+@compiled
+def _quantize_runs(
+    runs: np.ndarray, starts: np.ndarray, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray,
+    inner: int, sign_exact: bool, codes: np.ndarray,
+) -> None:  # fmt: skip
+    escapes, missed = np.empty(runs.shape[1], np.uint8), np.empty(runs.shape[1], np.int32)
+    for run in range(len(runs)):
+        _quantize(
+            runs[run], starts[run], step, inverse, offset, limit, inner, sign_exact, 0, 256, codes[run], escapes, missed
+        )
+
+
+def quantize(
+    x: Tensor, start: int, grid: Grid, low: int, num_codes: int, codes: Tensor, most_escapes: int
+) -> tuple[Tensor, Tensor] | None:
+    """Twin of reference.quantize."""
+    escapes, missed = np.empty(most_escapes, np.uint8), np.empty(most_escapes, np.int32)
+    num_escapes, num_missed = _quantize(
+        _array_of(x), start, *_entries(grid), grid.inner, grid.sign_exact, low + 127, num_codes, codes.numpy(), escapes,
+        missed,
+    )  # fmt: skip
+    if num_escapes < 0:
+        return None
+    return torch.from_numpy(escapes[:num_escapes]), torch.from_numpy(missed[:num_missed])
+
+
+def quantize_runs(runs: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
+    """Twin of reference.quantize_runs."""
+    _quantize_runs(_array_of(runs), starts, *_entries(grid), grid.inner, grid.sign_exact, codes.numpy())
+
+
+def dequantize(
+    codes: Tensor, escapes: Tensor, start: int, grid: Grid, low: int, num_missed: int, out: Tensor
+) -> Tensor | None:
+    """Twin of reference.dequantize."""
+    missed = np.empty(num_missed, np.int32)
+    found = _dequantize(
+        codes.numpy(), escapes.numpy(), start, grid.step.numpy(), grid.offset.numpy(), grid.inner, grid.sign_exact,
+        low + 127, missed, _array_of(out),
+    )  # fmt: skip
+    return torch.from_numpy(missed) if found == num_missed else None
+
+
+def _entries(grid: Grid) -> tuple[np.ndarray, ...]:
+    return grid.step.numpy(), grid.inverse.numpy(), grid.offset.numpy(), grid.limit.numpy()
+
+
+def _array_of(x: Tensor) -> np.ndarray:
+    return np.asarray(x.view(_NUMBA_DTYPES.get(x.dtype, x.dtype)).numpy())
