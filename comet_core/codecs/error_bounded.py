@@ -40,6 +40,7 @@ from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_byte
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _EXACT = -1  # in place of a group's number of escapes
+_GROUPS_A_TASK = 2  # what the CPU's coder takes at once
 # A channel's middle, which gets a level near 0, is the mean of so many of its planes and of values of each.
 _MIDDLE_PLANES, _MIDDLE_VALUES = 8, 64
 
@@ -77,13 +78,14 @@ class ErrorBoundedCodec(Codec):
         return self.record(dense, encode_exactly(dense))
 
     def _encode_quantized(self, dense: Tensor, grid: Grid, layout: Layout, tables: Tables) -> Encoded:
-        groups = flat_of(dense).split(layout.group)
+        task_values = _GROUPS_A_TASK * layout.group
+        tasks = flat_of(dense).split(task_values)
         found = run_chunks(
-            lambda index: _encode_group(groups[index], index * layout.group, grid, layout, tables),
-            len(groups),
+            lambda index: _encode_groups(tasks[index], index * task_values, grid, layout, tables),
+            len(tasks),
             threaded=_threaded(dense),
         )
-        num_escapes, num_missed, parts = zip(*found, strict=True)
+        num_escapes, num_missed, parts = zip(*(group for task in found for group in task), strict=True)
         meta = _Meta(grid.inner, grid.sign_exact, layout, num_escapes, num_missed)
         return self.record(dense, (torch.stack((grid.step, grid.offset)), tables.pack(), *parts), meta)
 
@@ -93,50 +95,79 @@ class ErrorBoundedCodec(Codec):
             return decode_exactly(encoded).to(device or encoded.device)
         grid, tables, parts = _checked(encoded)
         meta, out = encoded.meta, empty_like_record(encoded)
-        groups = flat_of(out).split(meta.layout.group)
+        group_values = meta.layout.group
+        tasks = flat_of(out).split(_GROUPS_A_TASK * group_values)
 
-        def decode_group(index: int) -> None:
-            if meta.num_escapes[index] == _EXACT:
-                decode_bytes(parts[index], groups[index])
-            else:
-                counts, start = (meta.num_escapes[index], meta.num_missed[index]), index * meta.layout.group
-                _decode_group(parts[index], *counts, start, grid, meta.layout, tables, groups[index])
+        def decode_task(index: int) -> None:
+            first = index * _GROUPS_A_TASK
+            chosen = slice(first, first + _GROUPS_A_TASK)
+            groups = list(zip(parts[chosen], meta.num_escapes[chosen], meta.num_missed[chosen], strict=True))
+            _decode_groups(groups, first * group_values, grid, meta.layout, tables, tasks[index])
 
-        run_chunks(decode_group, len(groups), threaded=_threaded(out))
+        run_chunks(decode_task, len(tasks), threaded=_threaded(out))
         return out.to(device or encoded.device)
 
 
-def _encode_group(x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables) -> tuple[int, int, bytes | Tensor]:
-    """Numbers of escapes and of missed values, and the part: escapes, missed values, coded bands."""
+def _encode_groups(
+    x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables
+) -> list[tuple[int, int, bytes | Tensor]]:
+    """For each group: numbers of escapes and of missed values, and the part: escapes, missed values, coded bands."""
     codes = torch.empty(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
     codes[len(x) :] = 0
-    num_codes = len(tables.levels)
-    found = quantizer_of(x).quantize(x, start, grid, tables.low, num_codes, codes[: len(x)], len(x) // 4)
-    if found is not None:
-        escapes, missed = found
-        bands = coder_of(x).encode_bands(codes, len(x), layout, tables)
-        part = torch.cat([escapes, x[missed].view(torch.uint8), bands])
-        if len(part) < x.nbytes:
-            return len(escapes), len(missed), part.numpy().tobytes() if x.device.type == "cpu" else part
-    return _EXACT, 0, encode_bytes(x)
+    groups = x.split(layout.group)
+    found = [
+        quantizer_of(x).quantize(
+            group, start + index * layout.group, grid, tables.low, len(tables.levels),
+            codes[index * layout.group :][: len(group)], len(group) // 4,
+        )
+        for index, group in enumerate(groups)
+    ]  # fmt: skip
+    result: list[tuple[int, int, bytes | Tensor]] = []
+    for group, bands, escaped in zip(
+        groups, coder_of(x).encode_bands(codes, len(x), layout, tables), found, strict=True
+    ):
+        if escaped is not None:
+            escapes, missed = escaped
+            part = torch.cat([escapes, group[missed].view(torch.uint8), bands])
+            if len(part) < group.nbytes:
+                held = part.numpy().tobytes() if x.device.type == "cpu" else part
+                result.append((len(escapes), len(missed), held))
+                continue
+        result.append((_EXACT, 0, encode_bytes(group)))
+    return result
 
 
-def _decode_group(
-    part: bytes | Tensor, num_escapes: int, num_missed: int, start: int, grid: Grid, layout: Layout, tables: Tables,
-    out: Tensor,
-) -> None:  # fmt: skip
-    """Write the values of a group into out (n,). Raises DamagedRecord."""
-    data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
-    escapes, values, bands = data.split(
-        (num_escapes, num_missed * out.itemsize, len(data) - num_escapes - num_missed * out.itemsize)
-    )
-    codes = torch.empty(layout.coded(len(out)), dtype=torch.uint8, device=out.device)[: len(out)]
-    missed = None
-    if coder_of(out).decode_bands(bands, layout, tables, codes):
-        missed = quantizer_of(out).dequantize(codes, escapes, start, grid, tables.low, num_missed, out)
-    if missed is None:
-        raise DamagedRecord("the codes of a part do not end where they should")
-    out[missed] = values.clone().view(out.dtype)
+def _decode_groups(
+    found: list[tuple[bytes | Tensor, int, int]], start: int, grid: Grid, layout: Layout, tables: Tables, out: Tensor
+) -> None:
+    """Write the values of groups into out (n,), each given by its part and its counts. Raises DamagedRecord."""
+    groups = out.split(layout.group)
+    coded = []
+    for index, (part, num_escapes, num_missed) in enumerate(found):
+        if num_escapes == _EXACT:
+            decode_bytes(part, groups[index])
+        else:
+            data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
+            sizes = num_escapes, num_missed * out.itemsize
+            coded.append((index, num_missed, *data.split((*sizes, len(data) - sum(sizes)))))
+    # Groups that lie together are decoded at once; between them may be an exact one.
+    runs = [coded] if len(coded) in (0, len(found)) else [[one] for one in coded]
+    for run in runs:
+        if run:
+            begin = run[0][0] * layout.group
+            values = out[begin : begin + len(run) * layout.group]
+            codes = torch.empty(layout.coded(len(values)), dtype=torch.uint8, device=out.device)[: len(values)]
+            if not coder_of(out).decode_bands([bands for *_, bands in run], layout, tables, codes):
+                raise DamagedRecord("the codes of a part do not end where they should")
+            for index, num_missed, escapes, exact, _ in run:
+                group, place = groups[index], (index * layout.group) - begin
+                missed = quantizer_of(out).dequantize(
+                    codes[place : place + len(group)], escapes, start + index * layout.group, grid, tables.low,
+                    num_missed, group,
+                )  # fmt: skip
+                if missed is None:
+                    raise DamagedRecord("the escapes of a part do not fit its codes")
+                group[missed] = exact.clone().view(out.dtype)
 
 
 def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]]:

@@ -22,3 +22,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     except RuntimeError:  # no folder to cache in can be written
         result = compile_with()(function)
     return result
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of compiled functions, put in where it is called: calls would pass vectors through memory."""
+    return function if _njit is None else _njit(inline="always", error_model="numpy")(function)

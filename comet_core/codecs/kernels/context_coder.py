@@ -17,11 +17,14 @@ Sources: ANS, Duda (2013), section on range variants; states in the lanes of a v
 coders" (2014).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from comet_core.codecs.kernels.compiled import compiled
+from comet_core.codecs.kernels.compiled import compiled, inlined
 from comet_core.codecs.kernels.contexts import LANES, NO_LEVEL, START, Layout, Tables
 from comet_core.codecs.kernels.vectors import (
     append,
@@ -38,138 +41,168 @@ from comet_core.codecs.kernels.vectors import (
     take,
 )
 
+_TOGETHER = 2
+"""Groups that are walked at once: one has its steps while the other waits for its look-ups."""
+_WIDTH = _TOGETHER * LANES
+_MIDDLE = 128
 _ROOM = 32  # words before the first: a step that takes too many ends there
-_SIXTEEN_STEPS = (np.arange(16) * 8).astype(np.uint32)
+_SIXTEEN_STEPS = (np.arange(16) * (_WIDTH // 4)).astype(np.uint32)
 
 
 @compiled
 def _interleave(codes: np.ndarray, band: int, offsets: np.ndarray, table: np.ndarray, of_step: np.ndarray) -> None:
-    """of_step[32 * t + lane] = table[codes[offsets[lane] + t]] for t in range(band), three more at most.
+    """of_step[64 * t + lane] = table[codes[offsets[lane] + t]] for t in range(band), three more at most.
 
     codes has to be readable up to three bytes past the last band; an empty table leaves the codes as they are.
     """
-    first, second = load_words(offsets, 0), load_words(offsets, 16)
-    for t in range(0, band, 4):
-        a, b = gather_at_bytes(codes, first + t), gather_at_bytes(codes, second + t)
-        for place in range(4):
-            at = 32 * (t + place)
-            if len(table):
-                store_bytes(of_step, at, gather_words(table, a & 255))
-                store_bytes(of_step, at + 16, gather_words(table, b & 255))
-            else:
-                store_bytes(of_step, at, a)
-                store_bytes(of_step, at + 16, b)
-            a = a >> 8
-            b = b >> 8
+    for lane in range(0, _WIDTH, 16):
+        places = load_words(offsets, lane)
+        for t in range(0, band, 4):
+            four = gather_at_bytes(codes, places + t)
+            for place in range(4):
+                code = four & 255
+                store_bytes(of_step, _WIDTH * (t + place) + lane, gather_words(table, code) if len(table) else code)
+                four = four >> 8
+
+
+@inlined
+def _context(context_of: np.ndarray, levels: np.ndarray, before: int, above: int, lane: int, none: Any) -> Any:
+    """What context_of holds for 16 lanes; their neighbours' levels are `none` where a place in levels is negative.
+
+    context_of is the table from its middle on: LLVM gathers with 32-bit places, twice as fast as with 64-bit ones, only
+    while it cannot prove that they are unsigned.
+    """
+    left = load_bytes(levels, before + lane) if before >= 0 else none
+    up = load_bytes(levels, above + lane) if above >= 0 else none
+    return gather_words(context_of, (left << 4) + up - _MIDDLE)
+
+
+@inlined
+def _encoded(x: Any, entry: Any, active: Any, full: Any) -> Any:
+    """The states of 16 lanes after coding, for the lanes that have a code; those in `full` gave a word away."""
+    x = select(full, x >> 16, x)
+    frequency = entry >> 16
+    q = quotient(x, frequency)
+    return select(active, (q << 10) + (x - q * frequency) + (entry & 0xFFFF), x)
 
 
 @compiled
 def _encode_steps(
     codes: np.ndarray, levels: np.ndarray, lengths: np.ndarray, band: int, left: int, up: int, restart: int,
-    context_of: np.ndarray, slots: np.ndarray, states: np.ndarray, words: np.ndarray,
-) -> int:  # fmt: skip
-    """Encode 32 bands; gives the number of words, and in `states` (32,) the last states.
+    context_of: np.ndarray, slots: np.ndarray, states: np.ndarray, words_a: np.ndarray, words_b: np.ndarray,
+) -> tuple[int, int]:  # fmt: skip
+    """Encode two groups of 32 bands; gives the numbers of their words, and in `states` (64,) the last states.
 
-    codes and levels are interleaved (see `_interleave`); context_of[16 * left level + upper level] is where slots has
-    the context's entries, frequency << 16 | first slot, one a code.
+    codes and levels are interleaved (see `_interleave`); context_of[16 * left level + upper level - _MIDDLE] is where
+    slots has the context's entries, frequency << 16 | first slot, one a code.
     """
-    x0 = load_words(states, 0)
-    x1 = load_words(states, 16)
+    x0, x1, x2, x3 = load_words(states, 0), load_words(states, 16), load_words(states, 32), load_words(states, 48)
     length0, length1 = load_words(lengths, 0), load_words(lengths, 16)
+    length2, length3 = load_words(lengths, 32), load_words(lengths, 48)
     none = (x0 & 0) + NO_LEVEL
-    used = 0
-    column = (band - 1) % up
-    row = (band - 1) % restart
+    used_a, used_b = 0, 0
+    column, row = (band - 1) % up, (band - 1) % restart
     for t in range(band - 1, -1, -1):
-        at = 32 * t
-        left0, left1, up0, up1 = none, none, none, none
-        if column >= left:
-            left0 = load_bytes(levels, at - 32 * left)
-            left1 = load_bytes(levels, at - 32 * left + 16)
-        if row >= up:
-            up0 = load_bytes(levels, at - 32 * up)
-            up1 = load_bytes(levels, at - 32 * up + 16)
-        entry0 = gather_words(slots, gather_words(context_of, (left0 << 4) + up0) + load_bytes(codes, at))
-        entry1 = gather_words(slots, gather_words(context_of, (left1 << 4) + up1) + load_bytes(codes, at + 16))
-        frequency0 = entry0 >> 16
-        frequency1 = entry1 >> 16
-        active0 = length0 >= t + 1
-        active1 = length1 >= t + 1
-        full0 = both(x0 >= (frequency0 << 22), active0)
-        append(words, used, x0, full0)
-        used += count(full0)
-        full1 = both(x1 >= (frequency1 << 22), active1)
-        append(words, used, x1, full1)
-        used += count(full1)
-        x0 = select(full0, x0 >> 16, x0)
-        x1 = select(full1, x1 >> 16, x1)
-        q0 = quotient(x0, frequency0)
-        q1 = quotient(x1, frequency1)
-        x0 = select(active0, (q0 << 10) + (x0 - q0 * frequency0) + (entry0 & 0xFFFF), x0)
-        x1 = select(active1, (q1 << 10) + (x1 - q1 * frequency1) + (entry1 & 0xFFFF), x1)
+        at = _WIDTH * t
+        before = at - _WIDTH * left if column >= left else -1
+        above = at - _WIDTH * up if row >= up else -1
+        context0 = _context(context_of, levels, before, above, 0, none)
+        context1 = _context(context_of, levels, before, above, 16, none)
+        context2 = _context(context_of, levels, before, above, 32, none)
+        context3 = _context(context_of, levels, before, above, 48, none)
+        entry0 = gather_words(slots, context0 + load_bytes(codes, at))
+        entry1 = gather_words(slots, context1 + load_bytes(codes, at + 16))
+        entry2 = gather_words(slots, context2 + load_bytes(codes, at + 32))
+        entry3 = gather_words(slots, context3 + load_bytes(codes, at + 48))
+        active0, active1 = length0 >= t + 1, length1 >= t + 1
+        active2, active3 = length2 >= t + 1, length3 >= t + 1
+        full0 = both(x0 >= ((entry0 >> 16) << 22), active0)
+        full1 = both(x1 >= ((entry1 >> 16) << 22), active1)
+        full2 = both(x2 >= ((entry2 >> 16) << 22), active2)
+        full3 = both(x3 >= ((entry3 >> 16) << 22), active3)
+        append(words_a, used_a, x0, full0)
+        used_a += count(full0)
+        append(words_a, used_a, x1, full1)
+        used_a += count(full1)
+        append(words_b, used_b, x2, full2)
+        used_b += count(full2)
+        append(words_b, used_b, x3, full3)
+        used_b += count(full3)
+        x0, x1 = _encoded(x0, entry0, active0, full0), _encoded(x1, entry1, active1, full1)
+        x2, x3 = _encoded(x2, entry2, active2, full2), _encoded(x3, entry3, active3, full3)
         column = column - 1 if column else up - 1
         row = row - 1 if row else restart - 1
     store_words(states, 0, x0)
     store_words(states, 16, x1)
-    return used
+    store_words(states, 32, x2)
+    store_words(states, 48, x3)
+    return used_a, used_b
+
+
+@inlined
+def _decoded(x: Any, entry: Any, active: Any) -> Any:
+    """The states of 16 lanes without the code that the entry holds, before words are taken."""
+    return select(active, (entry >> 22) * (x >> 10) + ((entry >> 12) & 1023), x)
 
 
 @compiled
 def _decode_steps(
-    words: np.ndarray, used: int, lengths: np.ndarray, band: int, left: int, up: int, restart: int,
+    words_a: np.ndarray, words_b: np.ndarray, lengths: np.ndarray, band: int, left: int, up: int, restart: int,
     context_of: np.ndarray, slots: np.ndarray, states: np.ndarray, levels: np.ndarray, codes: np.ndarray,
-) -> int:  # fmt: skip
-    """Decode 32 bands into interleaved codes and levels; gives the number of words left, negative when there were not
-    enough, and in `states` what should be the start.
+) -> bool:  # fmt: skip
+    """Decode two groups of 32 bands into interleaved codes and levels; in `states` what should be the start.
 
     slots[1024 * context + slot] = code | level << 8 | (slot - first slot) << 12 | frequency << 22, and context_of holds
-    1024 * context. words (uint16) has to have 32 words of room before the first, and `used` counts these in.
+    1024 * context. The words have 32 words of room before the first and 16 behind the last. False where there are not
+    enough of them, or some are left.
     """
-    x0 = load_words(states, 0)
-    x1 = load_words(states, 16)
+    x0, x1, x2, x3 = load_words(states, 0), load_words(states, 16), load_words(states, 32), load_words(states, 48)
     length0, length1 = load_words(lengths, 0), load_words(lengths, 16)
+    length2, length3 = load_words(lengths, 32), load_words(lengths, 48)
     none = (x0 & 0) + NO_LEVEL
-    column = 0
-    row = 0
+    used_a, used_b = len(words_a) - 16, len(words_b) - 16
+    column, row = 0, 0
     for t in range(band):
-        at = 32 * t
-        left0, left1, up0, up1 = none, none, none, none
-        if column >= left:
-            left0 = load_bytes(levels, at - 32 * left)
-            left1 = load_bytes(levels, at - 32 * left + 16)
-        if row >= up:
-            up0 = load_bytes(levels, at - 32 * up)
-            up1 = load_bytes(levels, at - 32 * up + 16)
-        entry0 = gather_words(slots, gather_words(context_of, (left0 << 4) + up0) + (x0 & 1023))
-        entry1 = gather_words(slots, gather_words(context_of, (left1 << 4) + up1) + (x1 & 1023))
-        active0 = length0 >= t + 1
-        active1 = length1 >= t + 1
-        x0 = select(active0, (entry0 >> 22) * (x0 >> 10) + ((entry0 >> 12) & 1023), x0)
-        x1 = select(active1, (entry1 >> 22) * (x1 >> 10) + ((entry1 >> 12) & 1023), x1)
-        short1 = x1 < 65536
-        used -= count(short1)
-        short0 = x0 < 65536
-        if used < 32:
-            return -1
-        x1 = select(short1, (x1 << 16) | take(words, used, short1), x1)
-        used -= count(short0)
-        if used < 32:
-            return -1
-        x0 = select(short0, (x0 << 16) | take(words, used, short0), x0)
+        at = _WIDTH * t
+        before = at - _WIDTH * left if column >= left else -1
+        above = at - _WIDTH * up if row >= up else -1
+        context0 = _context(context_of, levels, before, above, 0, none)
+        context1 = _context(context_of, levels, before, above, 16, none)
+        context2 = _context(context_of, levels, before, above, 32, none)
+        context3 = _context(context_of, levels, before, above, 48, none)
+        entry0, entry1 = gather_words(slots, context0 + (x0 & 1023)), gather_words(slots, context1 + (x1 & 1023))
+        entry2, entry3 = gather_words(slots, context2 + (x2 & 1023)), gather_words(slots, context3 + (x3 & 1023))
+        x0, x1 = _decoded(x0, entry0, length0 >= t + 1), _decoded(x1, entry1, length1 >= t + 1)
+        x2, x3 = _decoded(x2, entry2, length2 >= t + 1), _decoded(x3, entry3, length3 >= t + 1)
+        short0, short1, short2, short3 = x0 < START, x1 < START, x2 < START, x3 < START
+        middle_a, middle_b = used_a - count(short1), used_b - count(short3)
+        used_a, used_b = middle_a - count(short0), middle_b - count(short2)
+        if min(used_a, used_b) < _ROOM:
+            return False
+        x0 = select(short0, (x0 << 16) | take(words_a, used_a, short0), x0)
+        x1 = select(short1, (x1 << 16) | take(words_a, middle_a, short1), x1)
+        x2 = select(short2, (x2 << 16) | take(words_b, used_b, short2), x2)
+        x3 = select(short3, (x3 << 16) | take(words_b, middle_b, short3), x3)
         store_bytes(codes, at, entry0)
         store_bytes(codes, at + 16, entry1)
+        store_bytes(codes, at + 32, entry2)
+        store_bytes(codes, at + 48, entry3)
         store_bytes(levels, at, (entry0 >> 8) & 15)
         store_bytes(levels, at + 16, (entry1 >> 8) & 15)
+        store_bytes(levels, at + 32, (entry2 >> 8) & 15)
+        store_bytes(levels, at + 48, (entry3 >> 8) & 15)
         column = column + 1 if column + 1 < up else 0
         row = row + 1 if row + 1 < restart else 0
     store_words(states, 0, x0)
     store_words(states, 16, x1)
-    return used - 32
+    store_words(states, 32, x2)
+    store_words(states, 48, x3)
+    return used_a == _ROOM and used_b == _ROOM
 
 
 @compiled
 def _deinterleave(of_step: np.ndarray, band: int, offsets: np.ndarray, codes: np.ndarray, length: int) -> None:
-    """codes[offsets[lane] + t] = of_step[32 * t + lane], for the lanes that have a band and codes below `length`."""
+    """codes[offsets[lane] + t] = of_step[64 * t + lane], for the lanes that have a band and codes below `length`."""
     steps = load_words(_SIXTEEN_STEPS, 0)
     words = of_step.view(np.uint32)
     num_bands = len(offsets)
@@ -179,7 +212,7 @@ def _deinterleave(of_step: np.ndarray, band: int, offsets: np.ndarray, codes: np
         rest = length - np.int64(offsets[first + lanes - 1])
         whole = (rest if rest < band else band) // 16 * 16
         for t in range(0, whole, 16):
-            four = gather_words(words, steps + (8 * t + first // 4))
+            four = gather_words(words, steps + (_WIDTH // 4 * t + first // 4))
             for place in range(lanes):
                 store_bytes(codes, np.int64(offsets[first + place]) + t, four)
                 four = four >> 8
@@ -187,50 +220,85 @@ def _deinterleave(of_step: np.ndarray, band: int, offsets: np.ndarray, codes: np
             start = np.int64(offsets[first + place])
             rest = length - start
             for t in range(whole, rest if rest < band else band):
-                codes[start + t] = of_step[LANES * t + first + place]
+                codes[start + t] = of_step[_WIDTH * t + first + place]
 
 
-def encode_bands(codes: Tensor, count: int, layout: Layout, tables: Tables) -> Tensor:
+def encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables) -> list[Tensor]:
     """Twin of reference.encode_bands."""
-    num_bands, band, offsets, lengths = _bands(count, layout)
+    payloads: list[Tensor] = []
     context_of, slots = tables.for_encoding
-    array = codes.numpy()
-    of_step = levels = np.empty(LANES * (band + 3), np.uint8)
-    _interleave(array, band, offsets, np.empty(0, np.uint32), of_step)
-    if len(tables.levels) > NO_LEVEL:  # else each code is its own level
-        levels = np.empty_like(of_step)
-        _interleave(array, band, offsets, tables.levels.astype(np.uint32), levels)
-    states, words = np.full(LANES, START, np.uint32), np.empty(count + 16, np.uint16)
-    used = _encode_steps(
-        of_step, levels, lengths, band, layout.left, layout.up, layout.restart, context_of, slots, states, words
-    )
-    return torch.from_numpy(np.concatenate([states[:num_bands].view(np.uint8), words[:used].view(np.uint8)]))
+    for first in range(0, num_values, _TOGETHER * layout.group):
+        array = codes[first:].numpy()
+        num_bands, band, offsets, lengths = _bands(num_values - first, layout)
+        of_step = levels = np.empty(_WIDTH * (band + 3), np.uint8)
+        _interleave(array, band, offsets, np.empty(0, np.uint32), of_step)
+        if len(tables.levels) > NO_LEVEL:  # else each code is its own level
+            levels = np.empty_like(of_step)
+            _interleave(array, band, offsets, tables.levels.astype(np.uint32), levels)
+        states = np.full(_WIDTH, START, np.uint32)
+        words = [np.empty(LANES * band + 16, np.uint16) for _ in range(_TOGETHER)]
+        used = _encode_steps(
+            of_step,
+            levels,
+            lengths,
+            band,
+            layout.left,
+            layout.up,
+            layout.restart,
+            context_of[_MIDDLE:],
+            slots,
+            states,
+            *words,
+        )
+        for group in range(-(-num_bands // LANES)):
+            of_group = states[group * LANES : min((group + 1) * LANES, num_bands)]
+            payload = np.concatenate([of_group.view(np.uint8), words[group][: used[group]].view(np.uint8)])
+            payloads.append(torch.from_numpy(payload))
+    return payloads
 
 
-def decode_bands(payload: Tensor, layout: Layout, tables: Tables, codes: Tensor) -> bool:
+def decode_bands(payloads: Sequence[Tensor], layout: Layout, tables: Tables, codes: Tensor) -> bool:
     """Twin of reference.decode_bands."""
-    num_bands, band, offsets, lengths = _bands(len(codes), layout)
-    if len(payload) < 4 * num_bands or len(payload) % 2:
-        return False
     context_of, slots = tables.for_decoding
-    array = payload.numpy()
-    states = np.full(LANES, START, np.uint32)
-    states[:num_bands].view(np.uint8)[:] = array[: 4 * num_bands]
-    words = np.zeros(_ROOM + (len(array) - 4 * num_bands) // 2 + 16, np.uint16)
-    words[_ROOM:-16].view(np.uint8)[:] = array[4 * num_bands :]
-    of_step, levels = (np.empty(LANES * band, np.uint8) for _ in range(2))
-    used = _decode_steps(
-        words, len(words) - 16, lengths, band, layout.left, layout.up, layout.restart, context_of, slots, states,
-        levels, of_step,
-    )  # fmt: skip
-    _deinterleave(of_step, band, offsets[:num_bands], codes.numpy(), len(codes))
-    return used == 0 and bool((states == START).all())
+    for first in range(0, len(codes), _TOGETHER * layout.group):
+        of_pair = payloads[first // layout.group :][:_TOGETHER]
+        num_bands, band, offsets, lengths = _bands(len(codes) - first, layout)
+        states = np.full(_WIDTH, START, np.uint32)
+        words = [np.zeros(_ROOM + 16, np.uint16)] * _TOGETHER
+        for group, payload in enumerate(of_pair):
+            of_group = states[group * LANES : min((group + 1) * LANES, num_bands)]
+            array, words_bytes = payload.numpy(), len(payload) - of_group.nbytes
+            if words_bytes < 0 or words_bytes % 2:
+                return False
+            of_group.view(np.uint8)[:] = array[: of_group.nbytes]
+            words[group] = np.zeros(_ROOM + words_bytes // 2 + 16, np.uint16)
+            words[group][_ROOM:-16].view(np.uint8)[:] = array[of_group.nbytes :]
+        of_step, levels = (np.empty(_WIDTH * band, np.uint8) for _ in range(2))
+        complete = _decode_steps(
+            *words,
+            lengths,
+            band,
+            layout.left,
+            layout.up,
+            layout.restart,
+            context_of[_MIDDLE:],
+            slots,
+            states,
+            levels,
+            of_step,
+        )
+        if not complete or not bool((states == START).all()):
+            return False
+        array = codes[first:].numpy()
+        _deinterleave(of_step, band, offsets[:num_bands], array, min(len(array), _TOGETHER * layout.group))
+    return True
 
 
-def _bands(count: int, layout: Layout) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """Number of bands, steps, and for each lane where its band begins and how many codes it has."""
-    num_bands = -(-count // layout.band)
-    band = layout.band if num_bands > 1 else count
-    starts = np.arange(LANES) * band
-    lengths = np.clip(count - starts, 0, band).astype(np.uint32)
+def _bands(num_values: int, layout: Layout) -> tuple[int, int, np.ndarray, np.ndarray]:
+    """For two groups: number of bands, steps, and for each lane where its band begins and how many codes it has."""
+    num_bands = min(-(-num_values // layout.band), _WIDTH)
+    band = layout.band if num_bands > 1 else num_values
+    starts = np.arange(_WIDTH) * band
+    lengths = np.clip(num_values - starts, 0, band).astype(np.uint32)
+    # A lane without a band reads the first one, and writes nothing.
     return num_bands, band, np.where(lengths > 0, starts, 0).astype(np.uint32), lengths

@@ -66,7 +66,7 @@ def layout_of(dense: Tensor) -> Layout:
         channels = dense.shape[1]
         left, up, plane = channels, channels * dense.shape[3], channels * dense.shape[2] * dense.shape[3]
     # Long bands cost fewer states and restarts, short ones keep all threads busy.
-    fair = dense.numel() // (2 * LANES)
+    fair = dense.numel() // (4 * LANES)
     length = max(min(max(fair, 1024), 4096), min(16 * up, fair))
     if plane <= _MOST_PLANE:
         band = max(round(length / plane), 1) * plane
@@ -157,20 +157,20 @@ def tables_of(sample: np.ndarray, layout: Layout, num_values: int) -> Tables | N
 
     None where so many do not fit that the codes do not pay.
     """
-    counts = np.bincount(sample.ravel(), minlength=256)
-    total = int(counts.sum())
+    counts = np.zeros(256, np.int64)
+    _count(sample.ravel(), counts)
+    total = sample.size
     # A code takes at least one slot in each table: rare ones are better off as escapes.
     kept = np.flatnonzero(counts[1:] > total / (SLOTS * np.log(2) * _ESCAPE_BITS)) + 1
     if len(kept) == 0:
         return None
     first, last = int(kept[0]), int(kept[-1])
-    if total - int(counts[first : last + 1].sum()) > total // 16:
+    counts = np.append(total - int(counts[first : last + 1].sum()), counts[first : last + 1])
+    if counts[0] > total // 16:
         return None
-    codes = np.where((sample >= first) & (sample <= last), sample - np.uint8(first - 1), np.uint8(0))
-    counts = np.append(0, counts[first : last + 1])
     levels = _levels_of(counts)
     pairs = np.zeros((256, len(counts)), np.int64)
-    _count_pairs(codes, levels, layout.left, layout.up, min(layout.restart, codes.shape[1]), pairs)
+    _count_pairs(sample, first, levels, layout.left, layout.up, min(layout.restart, sample.shape[1]), pairs)
     used = np.flatnonzero(pairs.sum(1))
     scale = num_values / total
     table_of = _merge(pairs[used], _X_LOG_X, 16 * len(counts) / scale, _MOST_CONTEXTS)
@@ -184,10 +184,10 @@ def tables_of(sample: np.ndarray, layout: Layout, num_values: int) -> Tables | N
         of_code = [*levels.tolist(), *[0] * (NO_LEVEL - len(levels)), NO_LEVEL]
         contexts = np.ascontiguousarray(contexts.reshape(16, 16)[np.ix_(of_code, of_code)]).ravel()
         levels = np.arange(len(counts), dtype=np.uint8)
-    pairs_used = _pairs(int(levels.max()) + 1)
-    kept = np.zeros(256, np.uint8)
-    kept[pairs_used] = contexts[pairs_used]
-    return Tables(first - 128, levels, kept, _frequencies(sums))
+    occurring = _pairs(int(levels.max()) + 1)
+    of_occurring = np.zeros(256, np.uint8)
+    of_occurring[occurring] = contexts[occurring]
+    return Tables(first - 128, levels, of_occurring, _frequencies(sums))
 
 
 def _levels_of(counts: np.ndarray) -> np.ndarray:
@@ -203,30 +203,51 @@ def _levels_of(counts: np.ndarray) -> np.ndarray:
     return levels
 
 
+@compiled
 def _frequencies(sums: np.ndarray) -> np.ndarray:
     """(K, A) uint16 of at least 1 that add up to SLOTS, close to the shares of the counts."""
-    room = SLOTS - sums.shape[1]
-    shares = sums / np.maximum(sums.sum(1, keepdims=True), 1)
-    frequencies = np.maximum(np.rint(shares * SLOTS), 1).astype(np.int64)
-    while (excess := frequencies.sum(1) - SLOTS).any():
-        # The largest can spare most, and gains least.
-        for row, most in zip(np.flatnonzero(excess), frequencies.argmax(1)[excess != 0], strict=True):
-            frequencies[row, most] -= min(excess[row], max(frequencies[row, most] // 2, 1))
-    assert room >= 0 and frequencies.min() >= 1
-    return frequencies.astype(np.uint16)
+    frequencies = np.empty(sums.shape, np.uint16)
+    for row in range(len(sums)):
+        total, excess = max(sums[row].sum(), 1), -SLOTS
+        for code in range(sums.shape[1]):
+            frequency = max((2 * SLOTS * sums[row, code] + total) // (2 * total), 1)
+            frequencies[row, code] = frequency
+            excess += frequency
+        while excess != 0:
+            # The largest can spare most, and loses least.
+            most = frequencies[row].argmax()
+            spared = (np.int64(frequencies[row, most]) + 1) // 2
+            change = excess if excess < spared else spared
+            frequencies[row, most] -= change
+            excess -= change
+    return frequencies
 
 
 @compiled
-def _count_pairs(codes: np.ndarray, levels: np.ndarray, left: int, up: int, restart: int, pairs: np.ndarray) -> None:
-    """pairs[16 * left level + upper level, code] += 1 for all codes (runs, length)."""
-    for run in range(codes.shape[0]):
-        values = codes[run]
+def _count(sample: np.ndarray, counts: np.ndarray) -> None:
+    for code in sample:
+        counts[code] += 1
+
+
+@compiled
+def _count_pairs(
+    sample: np.ndarray, first: int, levels: np.ndarray, left: int, up: int, restart: int, pairs: np.ndarray
+) -> None:
+    """pairs[16 * left level + upper level, code] += 1 for all values (runs, length), of which `first` has code 1."""
+    codes, of_codes = np.empty(sample.shape[1], np.uint8), np.empty(sample.shape[1], np.uint8)
+    num_codes = len(levels)
+    for values in sample:
+        for t in range(len(values)):
+            code = np.int64(values[t]) - first + 1
+            codes[t] = code if 0 < code < num_codes else 0
+        for t in range(len(values)):
+            of_codes[t] = levels[codes[t]]
         for start in range(0, len(values), up):
             first_row = start % restart < up
             for t in range(start, min(start + up, len(values))):
-                left_level = levels[values[t - left]] if t - start >= left else NO_LEVEL
-                up_level = NO_LEVEL if first_row else levels[values[t - up]]
-                pairs[16 * left_level + up_level, values[t]] += 1
+                left_level = of_codes[t - left] if t - start >= left else NO_LEVEL
+                up_level = NO_LEVEL if first_row else of_codes[t - up]
+                pairs[16 * left_level + up_level, codes[t]] += 1
 
 
 _X_LOG_X = np.arange(SAMPLE_VALUES + 8192 + 1) * np.log2(np.maximum(np.arange(SAMPLE_VALUES + 8192 + 1), 1))

@@ -85,6 +85,10 @@ def _rounded(y, x):  # type: ignore[no-untyped-def]
     """A number of the working dtype, rounded as by storing it in x."""
 
 
+def _rounded_not_to_zero(y, x):  # type: ignore[no-untyped-def]
+    """The same, but infinity where a number that is not 0 would become 0 and so lose its sign."""
+
+
 @overload(_of)
 def _overload_of(entry, j):  # type: ignore[no-untyped-def]
     return (lambda entry, j: entry[j]) if isinstance(entry, types.Array) else (lambda entry, j: entry)
@@ -115,6 +119,18 @@ def _overload_rounded(y, x):  # type: ignore[no-untyped-def]
     if x.dtype == types.int16:
         return lambda y, x: _from_bfloat16(_bfloat16_bits(y))
     return lambda y, x: y
+
+
+@overload(_rounded_not_to_zero)
+def _overload_rounded_not_to_zero(y, x):  # type: ignore[no-untyped-def]
+    if isinstance(x.dtype, types.Float):
+        return lambda y, x: y
+
+    def implement(y, x):  # type: ignore[no-untyped-def]
+        rounded = _rounded(y, x)
+        return rounded if rounded != 0 else np.float32(np.inf)
+
+    return implement
 
 
 @compiled
@@ -158,12 +174,11 @@ def _quantize_block(
             q = np.ceil(size * _of(inverse, j))
             q = one if (q < one and size > zero) else q
             q = q if q <= most else zero  # also for NaN, which compares as false
-            y = _rounded((two * q - one) * (_of(step, j) * half), x)
+            y = _rounded_not_to_zero((two * q - one) * (_of(step, j) * half), x)
             y = y if q > zero else zero
-            good = (abs(size - y) <= _of(limit, j)) & ((y > zero) == (size > zero))
             code = np.int32(q)
             code = -code if value < zero else code
-            wide[j] = code + 128 if good else 0
+            wide[j] = code + 128 if abs(size - y) <= _of(limit, j) else 0
     else:
         for j in range(len(x)):
             value = _value(x, j)

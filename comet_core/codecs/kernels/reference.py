@@ -18,6 +18,7 @@ is kept as it is.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,16 +137,20 @@ def level(q: Tensor, step: Tensor, offset: Tensor, sign_exact: bool) -> Tensor:
     return (q + offset) * step
 
 
-def encode_bands(codes: Tensor, count: int, layout: Layout, tables: Tables) -> Tensor:
-    """Code the first `count` of codes uint8, at most a group, which has layout.coded(count) places.
+def encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables) -> list[Tensor]:
+    """Code the first num_values of codes (layout.coded(num_values),) uint8: a payload for each group.
 
-    Gives the bands' last states (uint32) and then the words (uint16), as uint8.
-
-    See `context_coder` for what happens to a state.
+    A payload is uint8: the bands' last states (uint32), then the words (uint16). See `context_coder` for what happens
+    to a state.
     """
+    return [_encode_group(group, layout, tables) for group in codes[:num_values].split(layout.group)]
+
+
+def _encode_group(codes: Tensor, layout: Layout, tables: Tables) -> Tensor:
+    count = len(codes)
     active = _active(count, layout, codes.device)
     band, num_bands = active.shape
-    of_step = torch.nn.functional.pad(codes[:count], (0, num_bands * band - count)).view(num_bands, band).t().long()
+    of_step = torch.nn.functional.pad(codes, (0, num_bands * band - count)).view(num_bands, band).t().long()
     levels = torch.from_numpy(tables.levels).to(codes.device)[of_step].long()
     contexts, step = torch.zeros_like(levels), torch.arange(band, device=codes.device)[:, None]
     for distance, period, shift in ((layout.left, layout.up, 4), (layout.up, layout.restart, 0)):
@@ -168,8 +173,13 @@ def encode_bands(codes: Tensor, count: int, layout: Layout, tables: Tables) -> T
     return torch.cat([unsigned, *words]).to(torch.uint16).view(torch.uint8)
 
 
-def decode_bands(payload: Tensor, layout: Layout, tables: Tables, codes: Tensor) -> bool:
-    """Fill codes (n,) uint8 from what encode_bands gave; False where the payload is not such."""
+def decode_bands(payloads: Sequence[Tensor], layout: Layout, tables: Tables, codes: Tensor) -> bool:
+    """Fill codes (n,) uint8 from what encode_bands gave; False where a payload is not such."""
+    groups = codes.split(layout.group)
+    return all(_decode_group(payload, layout, tables, group) for payload, group in zip(payloads, groups, strict=True))
+
+
+def _decode_group(payload: Tensor, layout: Layout, tables: Tables, codes: Tensor) -> bool:
     active = _active(len(codes), layout, codes.device)
     band, num_bands = active.shape
     if len(payload) < 4 * num_bands or len(payload) % 2:

@@ -69,7 +69,7 @@ def _address(context: Any, builder: Any, kinds: Any, args: Any, element: ir.Type
 def _addresses(context: Any, builder: Any, array_kind: Any, array: Any, places: Any, unit: ir.Type) -> Any:
     data = context.make_array(array_kind)(context, builder, array).data
     base = builder.bitcast(data, unit.as_pointer())
-    pointers = builder.gep(base, [builder.zext(places, _lanes(_I64))], source_etype=unit)
+    pointers = builder.gep(base, [builder.sext(places, _lanes(_I64))], source_etype=unit)
     pointers.type = _POINTERS  # llvmlite does not know that a vector of indices gives a vector of pointers
     return pointers
 
@@ -227,9 +227,14 @@ def append(typing_context: Any, array: Any, start: Any, value: Any, mask: Any) -
     """Write the lower halves of the lanes in the mask, in the order of lanes, to array[start:] of uint16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.bitcast(_address(context, builder, signature.args, args, _I16), ir.PointerType())
         halves = builder.trunc(args[2], _lanes(_I16))
-        _call(builder, "llvm.masked.compressstore.v16i16", ir.VoidType(), [halves, place, args[3]])
+        packed = _call(
+            builder,
+            "llvm.experimental.vector.compress.v16i16",
+            _lanes(_I16),
+            [halves, args[3], ir.Constant(_lanes(_I16), ir.Undefined)],
+        )
+        builder.store(packed, _address(context, builder, signature.args, args, _I16)).align = 1
         return context.get_dummy_value()
 
     return types.void(array, start, value, mask), generate
