@@ -207,9 +207,8 @@ def _threaded(x: Tensor) -> bool:
 def _tables(flat: Tensor, grid: Grid, layout: Layout) -> Tables | None:
     """The tables for a tensor's codes, from a sample; None where codes of a byte do not pay."""
     starts, length = sample_starts(len(flat), layout)
-    runs = flat[: len(flat) // length * length].view(-1, length)[torch.from_numpy(starts // length).to(flat.device)]
-    codes = torch.empty(runs.shape, dtype=torch.uint8, device=flat.device)
-    quantizer_of(flat).quantize_runs(runs, starts, grid, codes)
+    codes = torch.empty((len(starts), length), dtype=torch.uint8, device=flat.device)
+    quantizer_of(flat).quantize_runs(flat, starts, grid, codes)
     return tables_of(codes.cpu().numpy(), layout, len(flat))
 
 

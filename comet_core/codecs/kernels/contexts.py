@@ -12,6 +12,7 @@ merging is plain agglomerative clustering by description length.
 import struct
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -208,7 +209,8 @@ def _frequencies(sums: np.ndarray) -> np.ndarray:
     """(K, A) uint16 of at least 1 that add up to SLOTS, close to the shares of the counts."""
     frequencies = np.empty(sums.shape, np.uint16)
     for row in range(len(sums)):
-        total, excess = max(sums[row].sum(), 1), -SLOTS
+        total = max(sums[row].sum(), 1)
+        excess: Any = -SLOTS  # numba's integers, which mypy takes for others
         for code in range(sums.shape[1]):
             frequency = max((2 * SLOTS * sums[row, code] + total) // (2 * total), 1)
             frequencies[row, code] = frequency

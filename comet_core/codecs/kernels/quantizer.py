@@ -292,14 +292,17 @@ def _dequantize(
 
 @compiled
 def _quantize_runs(
-    runs: np.ndarray, starts: np.ndarray, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray,
+    x: np.ndarray, starts: np.ndarray, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray,
     inner: int, sign_exact: bool, codes: np.ndarray,
 ) -> None:  # fmt: skip
-    escapes, missed = np.empty(runs.shape[1], np.uint8), np.empty(runs.shape[1], np.int32)
-    for run in range(len(runs)):
+    length = codes.shape[1]
+    escapes, missed = np.empty(length, np.uint8), np.empty(length, np.int32)
+    for run in range(len(starts)):
+        start = starts[run]
         _quantize(
-            runs[run], starts[run], step, inverse, offset, limit, inner, sign_exact, 0, 256, codes[run], escapes, missed
-        )
+            x[start : start + length], start, step, inverse, offset, limit, inner, sign_exact, 0, 256, codes[run],
+            escapes, missed,
+        )  # fmt: skip
 
 
 def quantize(
@@ -316,9 +319,9 @@ def quantize(
     return torch.from_numpy(escapes[:num_escapes]), torch.from_numpy(missed[:num_missed])
 
 
-def quantize_runs(runs: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
+def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
     """Twin of reference.quantize_runs."""
-    _quantize_runs(_array_of(runs), starts, *_entries(grid), grid.inner, grid.sign_exact, codes.numpy())
+    _quantize_runs(_array_of(x), starts, *_entries(grid), grid.inner, grid.sign_exact, codes.numpy())
 
 
 def dequantize(

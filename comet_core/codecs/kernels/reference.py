@@ -97,10 +97,11 @@ def quantize(
     return None if len(escapes) > most_escapes else (escapes, (wide == 0).nonzero()[:, 0].to(torch.int32))
 
 
-def quantize_runs(runs: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
-    """Fill codes (R, n) uint8 with q + 128, or 0, for R runs of values (R, n), each with its own flat start index."""
-    for run, start, of_run in zip(runs, starts.tolist(), codes, strict=True):
-        quantize(run, start, grid, -127, 256, of_run, len(run))
+def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
+    """Fill codes (R, n) uint8 with q + 128, or 0, for the n values of x, the whole memory, from each of R starts on."""
+    length = codes.shape[1]
+    for start, of_run in zip(starts.tolist(), codes, strict=True):
+        quantize(x[start : start + length], start, grid, -127, 256, of_run, length)
 
 
 def dequantize(
