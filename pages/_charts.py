@@ -139,7 +139,7 @@ def lines(curves: Sequence[Curve], height: int = 300) -> go.Figure:
     figure = go.Figure()
     for curve in curves:
         _add_curve(figure, curve, factor, shown)
-    _frame_it(figure, height + 18 * max(0, len(curves) - 2), f"{label} ({shown})" if shown else label)
+    frame_it(figure, height + 18 * max(0, len(curves) - 2), f"{label} ({shown})" if shown else label)
     figure.update_xaxes(title_text=axis_label(curves[0].metric, "step"), rangemode="tozero")
     figure.update_yaxes(rangemode="tozero" if unit else "normal")
     figure.update_layout(hovermode="x unified", showlegend=len(curves) > 1)
@@ -160,15 +160,15 @@ def bounds(layers: pd.DataFrame, height: int = 340) -> go.Figure:
             x=rows["step"], y=rows["error_bound"], mode="lines+markers", name=plain(middle_cut(name)),
             line=dict(color=_between(COLORS[0], COLORS[4], depth), width=1.5, shape="hv"), marker_size=4,
             )  # fmt: skip
-    _frame_it(figure, height, f"{axis_label(LayerMetrics, 'error_bound')} of each layer")
+    frame_it(figure, height, f"{axis_label(LayerMetrics, 'error_bound')} of each layer")
     figure.update_xaxes(title_text=axis_label(LayerMetrics, "step"))
-    figure.update_yaxes(type="log", tickformat="~g", tickvals=_log_ticks(bounded["error_bound"]))
+    figure.update_yaxes(type="log", tickformat="~g", tickvals=log_ticks(bounded["error_bound"]))
     figure.update_layout(showlegend=False, hovermode="closest")
     figure.update_traces(hovertemplate="%{fullData.name}<br>step %{x}: bound %{y:.3~g}<extra></extra>")
     return figure
 
 
-def _log_ticks(values: pd.Series) -> list[float]:
+def log_ticks(values: pd.Series) -> list[float]:
     """1, 2, 5 of every decade in sight; of more than three decades 1 alone."""
     if values.empty:
         return []
@@ -222,7 +222,7 @@ def trade_offs(runs: pd.DataFrame, x: str, y: str, height: int = 500) -> go.Figu
             line=dict(color=GREY, width=[2.5 if on else 0 for on in best]),
         ),
     )  # fmt: skip
-    _frame_it(figure, height, f"{y_label} against {x_label[0].lower()}{x_label[1:]}")
+    frame_it(figure, height, f"{y_label} against {x_label[0].lower()}{x_label[1:]}")
     figure.update_xaxes(title_text=f"{x_label} ({x_shown})", rangemode="tozero")
     figure.update_yaxes(title_text=f"{y_label} ({y_shown})")
     figure.update_layout(hovermode="closest", clickmode="event+select", dragmode="zoom")
@@ -263,7 +263,8 @@ def _add_curve(figure: go.Figure, curve: Curve, factor: float, unit: str) -> Non
         )  # fmt: skip
 
 
-def _frame_it(figure: go.Figure, height: int, title: str) -> None:
+def frame_it(figure: go.Figure, height: int, title: str) -> None:
+    """What every chart has around it: title, margins, legend above, quiet grid."""
     figure.update_layout(
         height=height, margin=dict(l=4, r=12, t=64, b=4), uirevision="keep", hoverlabel_namelength=-1,
         title=dict(text=title, x=0, xref="container", y=1, yref="container", yanchor="top", font_size=15),

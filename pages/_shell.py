@@ -32,7 +32,10 @@ PAGES = {
         st.Page("compare.py", title="Compare", icon=":material/stacked_line_chart:", url_path="compare"),
         st.Page("trade_offs.py", title="Trade-offs", icon=":material/scatter_plot:", url_path="trade_offs"),
     ],
-    "Lab": [st.Page("about.py", title="About", icon=":material/info:", url_path="about")],
+    "Lab": [
+        st.Page("codec_lab.py", title="Codec lab", icon=":material/compress:", url_path="codec_lab"),
+        st.Page("about.py", title="About", icon=":material/info:", url_path="about"),
+    ],
 }
 
 page = st.navigation(PAGES)

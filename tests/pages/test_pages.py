@@ -11,7 +11,9 @@ from pages import _widgets
 from storage import queries, runs
 from tests.pages import seeds
 
-PAGES = ("home.py", "new_run.py", "runs.py", "run_detail.py", "compare.py", "trade_offs.py", "about.py")
+PAGES = (
+    "home.py", "new_run.py", "runs.py", "run_detail.py", "compare.py", "trade_offs.py", "codec_lab.py", "about.py",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = {"classes": ["cat", "dog"], "num_train": 40, "num_test": 10, "image_size": 32}
 
