@@ -26,6 +26,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -73,6 +74,7 @@ def cached(model: str, images: str, cache: Path, num_steps: int) -> list[dict[st
     for sample in capture(config, num_steps, progress=progress):
         np.save(folder / f"{sample.name}.npy", sample.tensor.numpy())
         bound = sample.rule_bound
+        assert bound is not None  # every captured tensor has one
         value = bound.value.tolist() if isinstance(bound.value, Tensor) else bound.value
         entry = {"name": sample.name, "operator": sample.operator, "shape": list(sample.tensor.shape)}
         tensors.append({**entry, "sign_exact": sample.sign_exact, "bound": value, "channel_dim": bound.channel_dim})
@@ -121,7 +123,7 @@ def sz3_arms(pysz: Any, num_threads: int) -> dict[str, Callable[[float], Arm]]:
 
         return Arm(encode, decode, len)
 
-    return {f"SZ3 {name}": lambda bound, name=name: arm(name, bound) for name in SZ3_ALGORITHMS}
+    return {f"SZ3 {name}": partial(arm, name) for name in SZ3_ALGORITHMS}
 
 
 def zfp_arms(zfpy: Any, num_threads: int) -> dict[str, Callable[[float], Arm]]:
@@ -171,19 +173,24 @@ def summary_of_group(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     summary = []
     for multiple in MULTIPLES:
         tensors = {key[1:]: arms for key, arms in groups.items() if key[0] == multiple}
-        best = {key: min((row for name, row in arms.items() if name.startswith("SZ3")), default=None,
-                         key=lambda row: row["held_bytes"]) for key, arms in tensors.items()}  # fmt: skip
-        peers = {"SZ3, best of three": best, "zfp": {key: arms.get("zfp") for key, arms in tensors.items()}}
-        chosen = {name: {key: arms[name] for key, arms in tensors.items()} for name in OURS} | {
-            name: found for name, found in peers.items() if found and all(found.values())
-        }
+        sz3 = {key: [row for name, row in arms.items() if name.startswith("SZ3")] for key, arms in tensors.items()}
+        best = {key: min(found, key=lambda row: row["held_bytes"]) for key, found in sz3.items() if found}
+        chosen = {name: {key: arms[name] for key, arms in tensors.items()} for name in OURS}
+        chosen["SZ3, best of three"] = best
+        chosen["zfp"] = {key: arms["zfp"] for key, arms in tensors.items() if "zfp" in arms}
         for name, found in chosen.items():
+            if not found:
+                continue  # a peer that is not installed
             entry: dict[str, Any] = {"multiple": multiple, "arm": name, "num_tensors": len(found)}
             entry["compression_ratio"] = geometric_mean(row["compression_ratio"] for row in found.values())
-            share = {key: row["bits_per_value"] / row["context_bits"] for key, row in found.items()}
-            entry["bits_over_context_entropy"] = geometric_mean(share.values())
-            entry["most_bits_over_context_entropy"] = named(max(share.items(), key=lambda pair: pair[1]))
-            if all(best.values()):
+            # None where a channel without spread has a bound of 0, and 0 where all codes are the same.
+            share = {
+                key: row["bits_per_value"] / row["context_bits"] for key, row in found.items() if row["context_bits"]
+            }
+            if share:
+                entry["bits_over_context_entropy"] = geometric_mean(share.values())
+                entry["most_bits_over_context_entropy"] = named(max(share.items(), key=lambda pair: pair[1]))
+            if best:
                 over = {key: row["compression_ratio"] / best[key]["compression_ratio"] for key, row in found.items()}
                 entry["ratio_over_sz3"] = geometric_mean(over.values())
                 entry["least_ratio_over_sz3"] = named(min(over.items(), key=lambda pair: pair[1]))
@@ -215,8 +222,9 @@ def table(summary: list[dict[str, Any]]) -> str:
         cells += [f"{entry['compression_ratio']:.2f}x"]
         cells += [f"{entry['ratio_over_sz3']:.3f}" if "ratio_over_sz3" in entry else "-"]
         cells += [f"{entry['least_ratio_over_sz3']['value']:.3f}" if "ratio_over_sz3" in entry else "-"]
-        cells += [f"{entry['bits_over_context_entropy']:.3f}"]
-        cells += [f"{entry['most_bits_over_context_entropy']['value']:.3f}"]
+        cells += [f"{entry['bits_over_context_entropy']:.3f}" if "bits_over_context_entropy" in entry else "-"]
+        most = entry.get("most_bits_over_context_entropy")
+        cells += [f"{most['value']:.3f}" if most else "-"]
         cells += [f"{entry[f'{verb}_gb_per_s']:.2f}" for verb in ("encode", "decode")]
         lines.append(f"| {' | '.join([*cells, format(entry['num_over_bound'], ',')])} |")
     return "\n".join(lines)

@@ -158,6 +158,7 @@ def _bench(given: argparse.Namespace) -> int:
     for name, least in (("steps", 1), ("repetitions", 1), ("threads", 0)):
         if getattr(given, name) < least:
             raise ValueError(f"--{name} is {getattr(given, name)}; allowed: {least} or more.")
+    stop = _stop_on_signal()  # before the libraries load, which takes seconds
     import torch
     from tqdm import tqdm
 
@@ -165,7 +166,6 @@ def _bench(given: argparse.Namespace) -> int:
     from comet_core.tensor_sources import bounds_of, captured, read_tensor, tensor_facts
     from comet_core.trainer import environment
 
-    stop = _stop_on_signal()
     if given.threads:
         torch.set_num_threads(given.threads)
     for text in given.codecs:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,7 +93,10 @@ class Measurement:
     def answer(self) -> dict[str, Any]:
         """What the ended process found. Its files are removed; call once. Raises MeasurementError."""
         try:
-            if self._process.wait():
+            code = self._process.wait()
+            if code == -signal.SIGTERM:  # stopped while it was still starting
+                raise MeasurementError("Stopped before anything was measured. Press Measure to start again.")
+            if code:
                 raise MeasurementError(_sentence(self._log()))
             found: dict[str, Any] = json.loads((self.folder / "answer.json").read_text())
         except (OSError, json.JSONDecodeError) as error:

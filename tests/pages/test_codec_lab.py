@@ -148,6 +148,14 @@ def test_an_upload_that_cannot_be_read_is_refused_with_a_sentence_and_removed(co
     assert not measurement.folder.exists()
 
 
+def test_a_stop_right_after_the_start_is_no_failure():
+    measurement = Measurement(["--codecs", "lossless"])
+    measurement.stop()
+    with pytest.raises(MeasurementError, match="Stopped before anything was measured"):
+        measurement.answer()
+    assert not measurement.folder.exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_session_that_goes_takes_process_and_files_along(comet_home):
     measurement = Measurement(["--steps", "100000", "--codecs", "lossless"])
