@@ -67,9 +67,9 @@ def read_tensor(text: str) -> Sample:
     if not path.is_file():
         raise ValueError(f"the tensor file is {text!r}, which does not exist; give a .npy or .safetensors file.")
     try:
-        if path.suffix == ".npy" and not name:
+        if path.suffix.lower() == ".npy" and not name:
             return Sample(name=path.name, tensor=_read_npy(path))
-        if path.suffix == ".safetensors":
+        if path.suffix.lower() == ".safetensors":
             return _read_safetensors(path, name)
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read ({error}); allow it, or copy the file.") from error

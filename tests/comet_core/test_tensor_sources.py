@@ -33,8 +33,8 @@ def test_a_npy_file_comes_back_value_by_value(tmp_path, dtype, order):
 def test_a_tensor_of_a_safetensors_file_is_found_by_name(tmp_path):
     save_file({"a": torch.ones(2, 3), "b:c": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
     assert read_tensor(f"{tmp_path}/x.safetensors:a").tensor.tolist() == [[1.0] * 3] * 2
-    save_file({"only": torch.ones(5)}, tmp_path / "one.safetensors")
-    assert read_tensor(f"{tmp_path}/one.safetensors").name == "one.safetensors:only"
+    save_file({"only": torch.ones(5)}, tmp_path / "one.SafeTensors")
+    assert read_tensor(f"{tmp_path}/one.SafeTensors").name == "one.SafeTensors:only"
     for text in ("x.safetensors", "x.safetensors:d"):
         with pytest.raises(ValueError, match=r"holds a, b:c, asked for was (none by name|d); write"):
             read_tensor(f"{tmp_path}/{text}")

@@ -32,7 +32,7 @@ NO_LEVEL = 15
 _NUM_LEVELS = 7
 _MOST_CONTEXTS = 16
 _MOST_PLANE = 8192
-_RUN_VALUES = 2048
+_RUN_VALUES, _RUN_ROWS, _LEAST_RUNS = 2048, 3, 8
 _ESCAPE_BITS = 18
 """What an escape costs: a byte, and about as much for its rare code."""
 _HEADER = struct.Struct("<hBBB")
@@ -143,11 +143,13 @@ def _pairs(num_levels: int) -> np.ndarray:
 
 def sample_starts(num_values: int, layout: Layout) -> tuple[np.ndarray, int]:
     """Flat indices where the sample's runs begin, and their length: whole planes or rows, spread over the tensor."""
-    unit = layout.restart if layout.restart <= _MOST_PLANE else layout.up
-    length = max(round(_RUN_VALUES / unit), 1) * unit
+    if layout.restart <= _MOST_PLANE:
+        length = max(round(_RUN_VALUES / layout.restart), 1) * layout.restart
+    else:
+        length = max(round(_RUN_VALUES / layout.up), _RUN_ROWS) * layout.up
     length = min(length, num_values)
-    num_runs, wanted = num_values // length, SAMPLE_VALUES // length
-    if num_runs <= max(wanted, 1):
+    num_runs, wanted = num_values // length, max(SAMPLE_VALUES // length, _LEAST_RUNS)
+    if num_runs <= wanted:
         return np.arange(num_runs) * length, length
     # Multiples of the golden ratio: even, and in step with no number of channels.
     return np.sort((np.arange(1, wanted + 1) * 0.6180339887498949 % 1 * num_runs).astype(np.int64)) * length, length
@@ -161,11 +163,11 @@ def tables_of(sample: np.ndarray, layout: Layout, num_values: int) -> Tables | N
     counts = np.zeros(256, np.int64)
     _count(sample.ravel(), counts)
     total = sample.size
-    # A code takes at least one slot in each table: rare ones are better off as escapes.
-    kept = np.flatnonzero(counts[1:] > total / (SLOTS * np.log(2) * _ESCAPE_BITS)) + 1
-    if len(kept) == 0:
+    # A code takes at least one slot in each table, which is what it costs not to be an escape.
+    first, last = _most_gain(counts[1:] * _ESCAPE_BITS - total / (SLOTS * np.log(2)))
+    if first < 0:
         return None
-    first, last = int(kept[0]), int(kept[-1])
+    first, last = first + 1, last + 1
     counts = np.append(total - int(counts[first : last + 1].sum()), counts[first : last + 1])
     if counts[0] > total // 16:
         return None
@@ -232,6 +234,20 @@ def _count(sample: np.ndarray, counts: np.ndarray) -> None:
 
 
 @compiled
+def _most_gain(gains: np.ndarray) -> tuple[int, int]:
+    """First and last place of the run of neighbours with the largest sum, -1 where no gain is positive (Kadane)."""
+    best, first, last = 0.0, -1, -1
+    total, begin = 0.0, 0
+    for place in range(len(gains)):
+        if total <= 0:
+            total, begin = 0.0, place
+        total += gains[place]
+        if total > best:
+            best, first, last = total, begin, place
+    return first, last
+
+
+@compiled
 def _count_pairs(
     sample: np.ndarray, first: int, levels: np.ndarray, left: int, up: int, restart: int, pairs: np.ndarray
 ) -> None:
@@ -252,7 +268,7 @@ def _count_pairs(
                 pairs[16 * left_level + up_level, codes[t]] += 1
 
 
-_X_LOG_X = np.arange(SAMPLE_VALUES + 8192 + 1) * np.log2(np.maximum(np.arange(SAMPLE_VALUES + 8192 + 1), 1))
+_X_LOG_X = np.arange(1 << 18) * np.log2(np.maximum(np.arange(1 << 18), 1))  # no sample has more values
 
 
 @compiled

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comet_core.codec_bench import codes_of, context_entropy, order0_entropy
 from comet_core.codecs import get_codec, kernels
 from comet_core.codecs.base import ErrorBound
 from comet_core.codecs.kernels import chunks
@@ -191,3 +192,38 @@ def test_only_exact_storage_needs_zstandard(check_codec, monkeypatch):
     assert CODEC.encode(x, 0.5).nbytes == coded.nbytes and torch.equal(CODEC.decode(coded), CODEC.decode(coded))
     with pytest.raises(RuntimeError, match="pip install zstandard"):
         CODEC.decode(exact)
+
+
+def field(*shape, seed=0):
+    """Smooth maps with noise, as activations are: each value has about as much of both."""
+    x = normal(*shape, seed=seed)
+    smooth = torch.nn.functional.avg_pool2d(normal(*shape, seed=seed + 1), 5, 1, 2) * 5
+    return x + smooth
+
+
+@pytest.mark.parametrize("step", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("sign_exact", [False, True])
+def test_a_field_takes_no_more_bits_than_the_entropy_of_its_codes_given_their_neighbours(step, sign_exact):
+    x = field(32, 16, 32, 32)
+    x = x.relu() if sign_exact else x
+    encoded = CODEC.encode(x, step / 2, sign_exact=sign_exact)
+    codes = codes_of(x, torch.tensor(step / 2, dtype=torch.float64), sign_exact)
+    conditional = context_entropy(codes)
+    assert conditional < order0_entropy(codes)
+    assert bits_per_value(encoded) < 1.08 * conditional
+
+
+@pytest.mark.parametrize("shape", [(16, 8, 32, 32), (64, 64, 8, 8), (4, 64, 56, 56)])
+def test_the_layout_in_memory_costs_few_bits(shape):
+    x = field(*shape)
+    contiguous = CODEC.encode(x, 1.0).nbytes
+    assert CODEC.encode(x.to(memory_format=torch.channels_last), 1.0).nbytes < 1.1 * contiguous
+
+
+def test_rare_large_values_cost_an_escape_and_not_the_group():
+    x = field(8, 8, 32, 32)
+    plain = CODEC.encode(x, 0.5).nbytes
+    x.flatten()[::1000] = 60.0
+    assert CODEC.encode(x, 0.5).nbytes < plain + 3 * x.numel() / 1000
+    x.flatten()[::1000] = 1e6
+    assert CODEC.encode(x, 0.5).nbytes < plain + 8 * x.numel() / 1000
