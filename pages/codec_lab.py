@@ -81,7 +81,7 @@ def _source() -> tuple[list[str], Any, str]:
         "Tensor file", ["npy", "safetensors"], max_upload_size=_measuring.LARGEST_UPLOAD_MB, help=UPLOAD_HELP
     )
     name = ""
-    if given is not None and given.name.endswith(".safetensors"):
+    if given is not None and given.name.lower().endswith(".safetensors"):
         name = st.text_input("Tensor in the file", help="Not needed where the file holds one tensor alone.").strip()
     arguments = []
     channel = st.selectbox(
