@@ -4,7 +4,8 @@ Groups of 32 bands are the tasks: a group's values become codes of a byte, the v
 compared with the original, and range ANS shortens the codes with a table for each context of left and upper neighbour
 (`kernels/context_coder.py`). The tables come from a sample of the tensor (`kernels/contexts.py`). Codes too rare for a
 place in the tables are escapes of one byte more; what misses the bound is kept as it is, at the place of an escape.
-A group that would not shrink is stored losslessly, and so is the tensor where codes of a byte cannot hold the bound.
+A group that would not shrink is stored losslessly. Where codes of a byte are too few for the bound, `two_planes.py`
+takes two of them, and where those are too few, all is stored losslessly.
 
 No spatial prediction: away from the image it adds the neighbours' noise to each value, which the contexts do not. At
 the bounds that training uses, this takes fewer bits than the entropy of the codes given their neighbours' codes cut to
@@ -37,6 +38,7 @@ from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
 from comet_core.codecs.kernels.contexts import Layout, Tables, layout_of, sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_bytes, encode_exactly
+from comet_core.codecs.two_planes import TwoPlanes, decode_in_two, encode_in_two
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _EXACT = -1  # in place of a group's number of escapes
@@ -47,7 +49,7 @@ _MIDDLE_PLANES, _MIDDLE_VALUES = 8, 64
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """parts = step and offset (2, C), tables, then a part for each group; without meta all parts are exact."""
+    """parts = step and offset (2, C), tables, then a part for each group. Without meta all parts are exact."""
 
     inner: int
     sign_exact: bool
@@ -71,10 +73,13 @@ class ErrorBoundedCodec(Codec):
         if grid is not None:
             layout = layout_of(dense)
             tables = _tables(flat_of(dense), grid, layout)
-            if tables is not None:
-                encoded = self._encode_quantized(dense, grid, layout, tables)
-                if sum(len(part) if isinstance(part, bytes) else part.nbytes for part in encoded.parts) < dense.nbytes:
-                    return encoded
+            encoded = (
+                self._encode_finely(dense, checked, grid, sign_exact)
+                if tables is None
+                else self._encode_quantized(dense, grid, layout, tables)
+            )
+            if encoded is not None and encoded.nbytes < dense.nbytes:
+                return encoded
         return self.record(dense, encode_exactly(dense))
 
     def _encode_quantized(self, dense: Tensor, grid: Grid, layout: Layout, tables: Tables) -> Encoded:
@@ -89,10 +94,20 @@ class ErrorBoundedCodec(Codec):
         meta = _Meta(grid.inner, grid.sign_exact, layout, num_escapes, num_missed)
         return self.record(dense, (torch.stack((grid.step, grid.offset)), tables.pack(), *parts), meta)
 
+    def _encode_finely(self, dense: Tensor, bound: ErrorBound, grid: Grid, sign_exact: bool) -> Encoded | None:
+        low, high = _finite_range(dense, len(grid.step), grid.inner)
+        limit = grid.limit.double().cpu()
+        reach = 2 * torch.maximum(low.abs(), high.abs()) if sign_exact or bound.channel_dim is None else high - low
+        spread = (reach / limit).where(limit > 0, 0).max().item()
+        absolute = ErrorBound("abs", limit if bound.channel_dim is not None else limit.item(), bound.channel_dim)
+        return encode_in_two(self, dense, absolute, spread, sign_exact)
+
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
         if encoded.meta is None:
             return decode_exactly(encoded).to(device or encoded.device)
+        if isinstance(encoded.meta, TwoPlanes):
+            return decode_in_two(self, encoded).to(device or encoded.device)
         grid, tables, parts = _checked(encoded)
         meta, out = encoded.meta, empty_like_record(encoded)
         group_values = meta.layout.group
@@ -195,7 +210,8 @@ def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]
             continue
         if (encoded.device.type == "cpu") != isinstance(part, bytes) or len(part) > group_bytes:
             raise DamagedRecord(f"a part is a {type(part).__name__} of {len(part)} bytes")
-        if min(num_escapes, num_missed) < 0 or num_escapes + num_missed * encoded.dtype.itemsize > len(part):
+        least_bytes = num_escapes + num_missed * encoded.dtype.itemsize + 4  # the state of one band
+        if min(num_escapes, num_missed) < 0 or least_bytes > len(part):
             raise DamagedRecord(f"a part of {len(part)} bytes cannot hold {num_escapes} and {num_missed} values")
     return Grid(step, step, offset, step, meta.inner, meta.sign_exact), Tables.unpack(packed), tuple(parts)
 

@@ -1,6 +1,7 @@
 """What is particular to the error-bounded codec: its bounds, widths, channels, threads and missing libraries."""
 
 import concurrent.futures
+import dataclasses
 import math
 import os
 import signal
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from comet_core.codec_bench import codes_of, context_entropy, order0_entropy
 from comet_core.codecs import get_codec, kernels
-from comet_core.codecs.base import ErrorBound
+from comet_core.codecs.base import DamagedRecord, ErrorBound
 from comet_core.codecs.kernels import chunks
+from comet_core.codecs.two_planes import TwoPlanes
 
 CODEC = get_codec("error_bounded")
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -227,3 +229,30 @@ def test_rare_large_values_cost_an_escape_and_not_the_group():
     assert CODEC.encode(x, 0.5).nbytes < plain + 3 * x.numel() / 1000
     x.flatten()[::1000] = 1e6
     assert CODEC.encode(x, 0.5).nbytes < plain + 8 * x.numel() / 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sign_exact", [False, True])
+def test_a_fine_bound_takes_two_planes_of_codes(check_codec, dtype, sign_exact):
+    x = field(8, 4, 32, 32).to(dtype)
+    x[0, 0, 0, :4] = torch.tensor([math.nan, -math.inf, 0.0, 1e-9])
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = x.contiguous(memory_format=memory_format)
+        for bound in (1e-3, ErrorBound("range_rel", 1e-4), ErrorBound("range_rel", 1e-4, -3)):
+            encoded = check_codec(CODEC, x, bound, sign_exact=sign_exact)
+            assert isinstance(encoded.meta, TwoPlanes) and bits_per_value(encoded) < 15
+    assert CODEC.encode(x, 1e-7).meta is None
+
+
+def test_two_planes_refuse_counts_that_do_not_fit():
+    encoded = CODEC.encode(field(8, 4, 32, 32), 1e-3)
+    meta = encoded.meta
+    for changed in (
+        {"num_coarse_parts": meta.num_coarse_parts - 1},
+        {"num_rest_parts": -1},
+        {"num_outliers": 10**6},
+        {"coarse": meta},
+        {"rest": None},
+    ):
+        with pytest.raises(DamagedRecord):
+            CODEC.decode(dataclasses.replace(encoded, meta=dataclasses.replace(meta, **changed)))

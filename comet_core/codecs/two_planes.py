@@ -1,0 +1,82 @@
+"""Bounds too fine for codes of a byte: a coarse record, and a second one of what the first leaves over.
+
+The first is made with the bound times 2**k, so that its codes fit a byte, and the second, of the rest, with the bound:
+together codes of up to 15 bits, the upper ones in the context of their neighbours. What the sum of both misses is kept
+verbatim. Unlike in one plane, float copies of the whole tensor are needed while encoding and decoding: this is for the
+fixed bounds of people who want nearly exact tensors, not for those that a controller sets.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet_core.codecs.base import Codec, DamagedRecord, Encoded, ErrorBound, empty_like_record, flat_of
+from comet_core.codecs.outliers import put_outliers, take_outliers
+
+_MOST_SHIFT = 7
+_LEVELS = 254
+"""Codes of a byte reach from -127 to 127."""
+# The rest is quantised a little finer, since the sum of both planes is rounded.
+_REST_SHARE = 1 - 2.0**-7
+
+
+@dataclass(frozen=True, slots=True)
+class TwoPlanes:
+    """parts = those of the coarse record, those of the rest, outliers if there are any."""
+
+    coarse: Any
+    num_coarse_parts: int
+    rest: Any
+    num_rest_parts: int
+    num_outliers: int
+
+
+def encode_in_two(codec: Codec, dense: Tensor, bound: ErrorBound, spread: float, sign_exact: bool) -> Encoded | None:
+    """A record of a dense float tensor within an `abs` bound, None where codes of 15 bits do not pay.
+
+    `spread` is the largest range of a channel's finite values, in bounds. A channel with a bound of 0 is exact.
+    """
+    if not _LEVELS < spread / 2 <= _LEVELS << _MOST_SHIFT:
+        return None
+    shift = math.ceil(math.log2(spread / (2 * _LEVELS)))
+    value = torch.as_tensor(bound.value, dtype=torch.float64)
+
+    def times(factor: float) -> ErrorBound:
+        return dataclasses.replace(bound, value=value * factor if value.ndim else value.item() * factor)
+
+    coarse = codec.encode(dense, times(2.0**shift), sign_exact=sign_exact)
+    first = codec.decode(coarse)
+    left = (dense - first).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    rest = codec.encode(left, times(_REST_SHARE))
+    y = first + codec.decode(rest)
+    if coarse.meta is None or rest.meta is None:
+        return None
+    if bound.channel_dim is not None:
+        value = value.view([-1 if dim == bound.channel_dim % dense.ndim else 1 for dim in range(dense.ndim)])
+    good = (dense.double() - y.double()).abs() <= value.to(dense.device)
+    good &= (torch.sign(y) == torch.sign(dense)) if sign_exact else ((dense != 0) | (y == 0))
+    # In the order of memory, as the decoder writes.
+    is_outlier = torch.empty_strided(dense.shape, dense.stride(), dtype=torch.bool, device=dense.device).copy_(~good)
+    outliers, num_outliers = take_outliers(flat_of(dense), flat_of(is_outlier))
+    meta = TwoPlanes(coarse.meta, len(coarse.parts), rest.meta, len(rest.parts), num_outliers)
+    return codec.record(dense, (*coarse.parts, *rest.parts, *outliers), meta)
+
+
+def decode_in_two(codec: Codec, encoded: Encoded) -> Tensor:
+    """The tensor of a record of encode_in_two. Raises DamagedRecord."""
+    meta: TwoPlanes = encoded.meta
+    numbers = meta.num_coarse_parts, meta.num_rest_parts, meta.num_outliers
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise DamagedRecord(f"its counts are {numbers}")
+    if isinstance(meta.coarse, TwoPlanes) or isinstance(meta.rest, TwoPlanes):
+        raise DamagedRecord("a plane of it has planes of its own")
+    num_parts = meta.num_coarse_parts + meta.num_rest_parts
+    coarse = dataclasses.replace(encoded, parts=encoded.parts[: meta.num_coarse_parts], meta=meta.coarse)
+    rest = dataclasses.replace(encoded, parts=encoded.parts[meta.num_coarse_parts : num_parts], meta=meta.rest)
+    out = empty_like_record(encoded).copy_(codec.decode(coarse)).add_(codec.decode(rest))
+    put_outliers(encoded, num_parts, meta.num_outliers, flat_of(out))
+    return out
