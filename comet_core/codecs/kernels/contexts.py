@@ -2,7 +2,7 @@
 
 A code is coded given its left and its upper neighbour. Codes are grouped into a few levels, two levels make a context,
 and contexts with like statistics share a table: merged greedily as long as a table of its own costs more bits than it
-saves, down to 16 at most. All of that comes from a sample of at most `SAMPLE_VALUES` values, so that choosing costs
+saves, down to 16 at most. All of that comes from a sample of about one value in 64, so that choosing costs
 little beside coding.
 
 Sources: contexts of quantised neighbours, Wu and Memon, "Context-based, adaptive, lossless image coding" (1997); the
@@ -26,11 +26,12 @@ SLOTS = 1024
 """Frequencies of a table add up to this."""
 START = 1 << 16
 """The state that a coder begins with."""
-SAMPLE_VALUES = 1 << 15
+_LEAST_SAMPLE, _MOST_SAMPLE = 1 << 15, 1 << 16
 NO_LEVEL = 15
 """Stands for a neighbour that there is not."""
-_NUM_LEVELS = 7
+_NUM_LEVELS = 10
 _MOST_CONTEXTS = 16
+_MOST_BINS = 24
 _MOST_PLANE = 8192
 _RUN_VALUES, _RUN_ROWS, _LEAST_RUNS = 2048, 3, 8
 _ESCAPE_BITS = 18
@@ -148,7 +149,8 @@ def sample_starts(num_values: int, layout: Layout) -> tuple[np.ndarray, int]:
     else:
         length = max(round(_RUN_VALUES / layout.up), _RUN_ROWS) * layout.up
     length = min(length, num_values)
-    num_runs, wanted = num_values // length, max(SAMPLE_VALUES // length, _LEAST_RUNS)
+    wanted = max(min(max(num_values // 64, _LEAST_SAMPLE), _MOST_SAMPLE) // length, _LEAST_RUNS)
+    num_runs = num_values // length
     if num_runs <= wanted:
         return np.arange(num_runs) * length, length
     # Multiples of the golden ratio: even, and in step with no number of channels.
@@ -171,12 +173,12 @@ def tables_of(sample: np.ndarray, layout: Layout, num_values: int) -> Tables | N
     counts = np.append(total - int(counts[first : last + 1].sum()), counts[first : last + 1])
     if counts[0] > total // 16:
         return None
-    levels = _levels_of(counts)
+    levels = _levels_of(counts, _NUM_LEVELS)
     pairs = np.zeros((256, len(counts)), np.int64)
     _count_pairs(sample, first, levels, layout.left, layout.up, min(layout.restart, sample.shape[1]), pairs)
     used = np.flatnonzero(pairs.sum(1))
     scale = num_values / total
-    table_of = _merge(pairs[used], _X_LOG_X, 16 * len(counts) / scale, _MOST_CONTEXTS)
+    table_of = _merge(_binned(pairs[used], counts), _X_LOG_X, 16 * len(counts) / scale, _MOST_CONTEXTS)
     num_tables = int(table_of.max()) + 1
     sums = np.zeros((num_tables, len(counts)), np.int64)
     np.add.at(sums, table_of, pairs[used])
@@ -193,17 +195,29 @@ def tables_of(sample: np.ndarray, layout: Layout, num_values: int) -> Tables | N
     return Tables(first - 128, levels, of_occurring, _frequencies(sums))
 
 
-def _levels_of(counts: np.ndarray) -> np.ndarray:
-    """(A,) uint8: neighbouring codes share a level, in shares of like weight; the square root favours rare ones."""
-    if len(counts) - 1 <= _NUM_LEVELS:
+def _levels_of(counts: np.ndarray, most: int) -> np.ndarray:
+    """(A,) uint8, below `most`: neighbouring codes share a level, in shares of like weight.
+
+    The square root of the counts favours rare codes.
+    """
+    if len(counts) - 1 <= most:
         levels = np.maximum(np.arange(len(counts)) - 1, 0)
     else:
         weight = np.sqrt(counts)
         middle = np.cumsum(weight) - weight / 2
-        _, levels = np.unique((middle / weight.sum() * _NUM_LEVELS).astype(np.int64), return_inverse=True)
+        _, levels = np.unique((middle / weight.sum() * most).astype(np.int64), return_inverse=True)
     levels = levels.astype(np.uint8)
     levels[0] = levels[int(counts.argmax())]  # what is kept elsewhere says nothing: take it for the most frequent one
     return levels
+
+
+def _binned(pairs: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The counts of contexts (n, A) with neighbouring codes put together: comparing contexts takes no more detail."""
+    if len(counts) <= _MOST_BINS:
+        return pairs
+    bins = _levels_of(counts, _MOST_BINS)
+    one_hot = (bins[:, None] == np.arange(_MOST_BINS)).astype(np.float64)
+    return (pairs.astype(np.float64) @ one_hot).astype(np.int64)
 
 
 @compiled
@@ -321,7 +335,10 @@ def _merge(counts: np.ndarray, x_log_x: np.ndarray, table_bits: float, most: int
                 costs[max(b, other), min(b, other)] = cost
         for other in range(1, n):
             if alive[other]:
-                nearest[other] = costs[other, :other].argmin()
+                if other == b or nearest[other] == a or nearest[other] == b:
+                    nearest[other] = costs[other, :other].argmin()
+                elif b < other and costs[other, b] < costs[other, nearest[other]]:
+                    nearest[other] = b
     number = -1
     numbers = np.full(n, -1)
     for a in range(n):
