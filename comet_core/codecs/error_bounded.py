@@ -42,7 +42,6 @@ from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_byte
 from comet_core.codecs.two_planes import TwoPlanes, decode_in_two, encode_in_two
 
 _EXACT = -1  # in place of a group's number of escapes
-_GROUPS_A_TASK = 2  # what the CPU's coder takes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class ErrorBoundedCodec(Codec):
         return self.record(dense, encode_exactly(dense))
 
     def _encode_quantized(self, dense: Tensor, grid: Grid, layout: Layout, tables: Tables) -> Encoded:
-        task_values = _GROUPS_A_TASK * layout.group
+        task_values = _groups_a_task(dense) * layout.group
         tasks = flat_of(dense).split(task_values)
         found = run_chunks(
             lambda index: _encode_groups(tasks[index], index * task_values, grid, layout, tables),
@@ -109,11 +108,12 @@ class ErrorBoundedCodec(Codec):
         grid, tables, parts = _checked(encoded)
         meta, out = encoded.meta, empty_like_record(encoded)
         group_values = meta.layout.group
-        tasks = flat_of(out).split(_GROUPS_A_TASK * group_values)
+        groups_a_task = _groups_a_task(out)
+        tasks = flat_of(out).split(groups_a_task * group_values)
 
         def decode_task(index: int) -> None:
-            first = index * _GROUPS_A_TASK
-            chosen = slice(first, first + _GROUPS_A_TASK)
+            first = index * groups_a_task
+            chosen = slice(first, first + groups_a_task)
             groups = list(zip(parts[chosen], meta.num_escapes[chosen], meta.num_missed[chosen], strict=True))
             _decode_groups(groups, first * group_values, grid, meta.layout, tables, tasks[index])
 
@@ -215,7 +215,12 @@ def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]
 
 
 def _threaded(x: Tensor) -> bool:
-    return coder_of(x) is not reference
+    return x.device.type == "cpu" and coder_of(x) is not reference
+
+
+def _groups_a_task(x: Tensor) -> int:
+    """What the CPU's coder takes at once; on a GPU as many groups as keep it busy."""
+    return 2 if x.device.type == "cpu" else 256
 
 
 def _tables(flat: Tensor, grid: Grid, layout: Layout) -> Tables | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet_core.codecs.kernels import reference
+from comet_core.codecs.kernels import cuda, reference
 
 _cpu: ModuleType | None
 _quantizer: ModuleType = reference
@@ -29,9 +29,9 @@ def twin_of(x: Tensor) -> ModuleType | None:
 
 def quantizer_of(x: Tensor) -> Any:
     """The module whose quantize, quantize_runs and dequantize serve a tensor of floats."""
-    return _quantizer if x.device.type == "cpu" else reference
+    return _quantizer if x.device.type == "cpu" else cuda if cuda.serves(x) else reference
 
 
 def coder_of(x: Tensor) -> Any:
     """The module whose encode_bands and decode_bands serve codes beside a tensor."""
-    return _coder if x.device.type == "cpu" else reference
+    return _coder if x.device.type == "cpu" else cuda if cuda.serves(x) else reference

@@ -256,3 +256,43 @@ def test_two_planes_refuse_counts_that_do_not_fit():
     ):
         with pytest.raises(DamagedRecord):
             CODEC.decode(dataclasses.replace(encoded, meta=dataclasses.replace(meta, **changed)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sign_exact", [False, True])
+def test_a_gpu_makes_the_record_that_the_cpu_makes(dtype, sign_exact):
+    x = field(16, 8, 32, 32).to(dtype)
+    x[0, 0, 0, :4] = torch.tensor([math.nan, math.inf, 0.0, 60.0])
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = x.contiguous(memory_format=memory_format)
+        for bound in (0.5, ErrorBound("abs", torch.linspace(0.1, 1, 8), 1)):
+            on_cpu, on_gpu = (CODEC.encode(x.to(device), bound, sign_exact=sign_exact) for device in ("cpu", "cuda"))
+            assert on_cpu.meta == on_gpu.meta
+            for one, other in zip(on_cpu.parts, on_gpu.parts, strict=True):
+                held = other.cpu().numpy().tobytes() if torch.is_tensor(other) else other
+                assert held == (one.numpy().tobytes() if torch.is_tensor(one) else one)
+            assert torch.equal(bits_of(CODEC.decode(on_cpu)), bits_of(CODEC.decode(on_gpu)))
+
+
+@pytest.mark.gpu
+def test_a_gpu_works_on_torchs_stream_and_in_torchs_memory():
+    x = field(16, 64, 32, 32).cuda()
+    expected = CODEC.decode(CODEC.encode(x, 0.5))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = CODEC.decode(CODEC.encode(x * 1.0, 0.5))
+    stream.synchronize()
+    assert torch.equal(y, expected)
+    del y, expected
+    torch.cuda.synchronize()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    encoded = CODEC.encode(x, 0.5)
+    assert 0 < torch.cuda.memory_allocated() - before < x.nbytes / 4
+    assert free - torch.cuda.mem_get_info()[0] <= torch.cuda.memory_reserved()
+    del encoded
+
+
+def bits_of(x):
+    return x.contiguous().view(-1).view(torch.uint8).cpu()

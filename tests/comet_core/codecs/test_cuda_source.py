@@ -1,0 +1,148 @@
+"""The CUDA source without a GPU: it compiles for the cards in use, and its per-lane functions are the reference's."""
+
+import ctypes
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from comet_core.codecs.kernels import cuda, reference
+from comet_core.codecs.kernels.contexts import Layout, layout_of, sample_starts, tables_of
+from comet_core.codecs.kernels.reference import Grid
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class HostLayout(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("left", "up", "restart", "band")]
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_the_source_compiles_for_the_cards_in_use(architecture):
+    found = importlib.util.find_spec("nvidia")  # a namespace that several wheels share
+    folders = list(found.submodule_search_locations or ()) if found else []
+    path = next((path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*")), None)
+    if path is None:
+        pytest.skip("missing tool: NVRTC, pip install nvidia-cuda-nvrtc")
+    nvrtc = ctypes.CDLL(str(path))
+    program = ctypes.c_void_p()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), cuda.SOURCE.encode(), b"kernels.cu", 0, None, None) == 0
+    options = [option.encode() for option in (*cuda.OPTIONS, f"-arch={architecture}")]
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert not failed and b"warning" not in log.value, log.value.decode()
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    cubin = ctypes.create_string_buffer(size.value)
+    assert nvrtc.nvrtcGetCUBIN(program, cubin) == 0
+    for name in (
+        "encode_bands",
+        "decode_bands",
+        *(f"{verb}_{dtype}" for verb in ("quantize", "dequantize") for dtype in DTYPES),
+    ):
+        assert name.encode() in cubin.raw
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("missing tool: a C++ compiler, apt-get install g++")
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "kernels.cpp").write_text(cuda.SOURCE)
+    command = [compiler, "-O2", "-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([*command, "kernels.cpp", "-o", "kernels.so"], cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "kernels.so"))
+    library.encode_group.restype = library.decode_group.restype = ctypes.c_int64
+    return library
+
+
+def pointer(array):
+    return ctypes.c_void_p(array.data_ptr() if torch.is_tensor(array) else array.ctypes.data)
+
+
+def values(dtype):
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(5000, generator=generator, dtype=torch.float64)
+    info = torch.finfo(dtype)
+    special = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), info.max, info.min, info.tiny, -info.tiny / 8, 1.0]
+    some = torch.tensor(special, dtype=torch.float64).repeat(50)
+    halves = torch.arange(-600, 600).double() / 8
+    yield from (x.to(dtype) for x in (normal, normal * 1e-5, normal * 1e4, some, halves, normal.relu()))
+    if dtype.itemsize == 2:
+        yield torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("sign_exact", [False, True])
+def test_the_quantiser_of_a_thread_is_the_references(host, name, sign_exact):
+    dtype = DTYPES[name]
+    work = torch.promote_types(dtype, torch.float32)
+    for scale, offset, share in ((0.5, 3, 0.5), (0.013, 0, 0.5), (1e-6, -2, 0.3), (300.0, 1, 0.6)):
+        offset = 0 if sign_exact else offset
+        step, inverse, place, limit = torch.tensor([scale, 1 / scale, offset, scale * share]).to(work).split(1)
+        grid = Grid(step, inverse, place, limit, 1 << 40, sign_exact)
+        packed = torch.cat([step, inverse, place, limit])
+        for x in values(dtype):
+            expected, wide = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.uint8)
+            reference.quantize(x, 0, grid, -127, 256, expected, len(x))
+            count = ctypes.c_int64(len(x))
+            getattr(host, f"quantize_{name}")(pointer(x), count, pointer(packed), int(sign_exact), pointer(wide))
+            assert torch.equal(wide, expected)
+            y, y_expected = torch.empty_like(x), torch.empty_like(x)
+            escapes = expected[expected == 0]
+            missed = reference.dequantize(expected, escapes, 0, grid, -127, len(escapes), y_expected)
+            getattr(host, f"dequantize_{name}")(pointer(wide), count, pointer(packed), int(sign_exact), pointer(y))
+            y[missed], y_expected[missed] = 0, 0
+            assert torch.equal(y.view(torch.uint8), y_expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1,), (50,), (3000,), (3, 5, 7, 7), (4, 4, 16, 16), (8, 3, 32, 32), (1, 2, 100, 130)], ids=str
+)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("num_codes", [3, 40])
+def test_the_coder_of_a_lane_is_the_references(host, shape, memory_format, num_codes):
+    if memory_format == torch.channels_last and len(shape) != 4:
+        return
+    x = torch.empty(shape).to(memory_format=memory_format)
+    layout = layout_of(x)
+    random = np.random.default_rng(0)
+    wide = (np.abs(np.rint(random.standard_normal(x.numel()).cumsum())) % num_codes).astype(np.uint8) + 100
+    starts, length = sample_starts(len(wide), layout)
+    tables = tables_of(np.stack([wide[start : start + length] for start in starts]), layout, len(wide))
+    assert tables is not None
+    codes = wide.astype(np.int64) - 127 - tables.low
+    codes[(codes < 0) | (codes >= len(tables.levels))] = 0
+    codes = codes[: layout.group].astype(np.uint8)
+    padded = torch.zeros(layout.coded(len(codes)), dtype=torch.uint8)
+    padded[: len(codes)] = torch.from_numpy(codes)
+    (expected,) = reference.encode_bands(padded, len(codes), layout, tables)
+    num_bands = -(-len(codes) // layout.band)
+    of_host = HostLayout(layout.left, layout.up, layout.restart, layout.band)
+    states, words = np.zeros(32, np.uint32), np.zeros(len(codes) + 1, np.uint16)
+    count, levels = ctypes.c_int64(len(codes)), np.ascontiguousarray(tables.levels)
+    context_of, slots = tables.for_encoding
+    used = host.encode_group(
+        pointer(codes), count, ctypes.byref(of_host), pointer(levels), pointer(context_of), pointer(slots),
+        pointer(states), pointer(words),
+    )  # fmt: skip
+    found = np.concatenate([states[:num_bands].view(np.uint8), words[:used].view(np.uint8)])
+    assert np.array_equal(found, expected.numpy())
+    context_of, slots = tables.for_decoding
+    decoded = np.zeros_like(codes)
+    left = host.decode_group(
+        pointer(states), pointer(words), ctypes.c_int64(used), count, ctypes.byref(of_host), pointer(levels),
+        pointer(context_of), pointer(slots), pointer(decoded),
+    )  # fmt: skip
+    assert left == 0 and (states == 1 << 16).all() and np.array_equal(decoded, codes)
+
+
+def test_a_layout_has_the_fields_that_the_source_expects():
+    assert [name for name, _ in HostLayout._fields_] == list(Layout.__dataclass_fields__)
