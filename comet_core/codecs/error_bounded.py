@@ -35,7 +35,7 @@ from comet_core.codecs.base import (
 )
 from comet_core.codecs.grids import FLOATS, finite_range, grid_of
 from comet_core.codecs.kernels import coder_of, quantizer_of, reference
-from comet_core.codecs.kernels.chunks import run_chunks
+from comet_core.codecs.kernels.chunks import run_chunks, scratch
 from comet_core.codecs.kernels.contexts import Layout, Tables, layout_of, sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_bytes, encode_exactly
@@ -125,7 +125,7 @@ def _encode_groups(
     x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables
 ) -> list[tuple[int, int, bytes | Tensor]]:
     """For each group: numbers of escapes and of missed values, and the part: escapes, missed values, coded bands."""
-    codes = torch.empty(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
+    codes = _codes_for(x, layout)
     codes[len(x) :] = 0
     groups = x.split(layout.group)
     found = [
@@ -169,7 +169,7 @@ def _decode_groups(
         if run:
             begin = run[0][0] * layout.group
             values = out[begin : begin + len(run) * layout.group]
-            codes = torch.empty(layout.coded(len(values)), dtype=torch.uint8, device=out.device)[: len(values)]
+            codes = _codes_for(values, layout)[: len(values)]
             if not coder_of(out).decode_bands([bands for *_, bands in run], layout, tables, codes):
                 raise DamagedRecord("the codes of a part do not end where they should")
             for index, num_missed, escapes, exact, _ in run:
@@ -181,6 +181,13 @@ def _decode_groups(
                 if missed is None:
                     raise DamagedRecord("the escapes of a part do not fit its codes")
                 group[missed] = exact.clone().view(out.dtype)
+
+
+def _codes_for(x: Tensor, layout: Layout) -> Tensor:
+    """Room for the codes of x, with anything in it."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(scratch("codes", layout.coded(len(x))))
+    return torch.empty(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
 
 
 def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]]:

@@ -59,6 +59,18 @@ def run_chunks(task: Callable[[int], Result], num_chunks: int, *, threaded: bool
     return list(pool.map(task, range(num_chunks)))
 
 
+def scratch(purpose: str, num_bytes: int) -> np.ndarray:
+    """This thread's memory for a purpose, (num_bytes,) uint8 with anything in it, the same again at each call.
+
+    Fresh memory costs a page fault for each 4 KiB, which takes as long as coding that much. A thread keeps the most it
+    was asked for.
+    """
+    buffers: dict[str, np.ndarray] = _local.__dict__.setdefault("scratch", {})
+    if purpose not in buffers or len(buffers[purpose]) < num_bytes:
+        buffers[purpose] = np.empty(num_bytes, np.uint8)
+    return buffers[purpose][:num_bytes]
+
+
 def compress(data: Any) -> bytes:
     """The contiguous buffer `data`, compressed where that makes it smaller, else as it is."""
     raw = memoryview(data).cast("B")

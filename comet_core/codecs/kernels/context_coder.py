@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comet_core.codecs.kernels.chunks import scratch
 from comet_core.codecs.kernels.compiled import compiled, inlined
 from comet_core.codecs.kernels.contexts import LANES, NO_LEVEL, START, Layout, Tables
 from comet_core.codecs.kernels.vectors import (
@@ -230,13 +231,13 @@ def encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables)
     for first in range(0, num_values, _TOGETHER * layout.group):
         array = codes[first:].numpy()
         num_bands, band, offsets, lengths = _bands(num_values - first, layout)
-        of_step = levels = np.empty(_WIDTH * (band + 3), np.uint8)
+        of_step = levels = scratch("of_step", _WIDTH * (band + 3))
         _interleave(array, band, offsets, np.empty(0, np.uint32), of_step)
         if len(tables.levels) > NO_LEVEL:  # else each code is its own level
-            levels = np.empty_like(of_step)
+            levels = scratch("levels", len(of_step))
             _interleave(array, band, offsets, tables.levels.astype(np.uint32), levels)
         states = np.full(_WIDTH, START, np.uint32)
-        words = [np.empty(LANES * band + 16, np.uint16) for _ in range(_TOGETHER)]
+        words = [scratch(f"words {group}", 2 * (LANES * band + 16)).view(np.uint16) for group in range(_TOGETHER)]
         used = _encode_steps(
             of_step,
             levels,
@@ -271,9 +272,9 @@ def decode_bands(payloads: Sequence[Tensor], layout: Layout, tables: Tables, cod
             if words_bytes < 0 or words_bytes % 2:
                 return False
             of_group.view(np.uint8)[:] = array[: of_group.nbytes]
-            words[group] = np.zeros(_ROOM + words_bytes // 2 + 16, np.uint16)
+            words[group] = scratch(f"words {group}", 2 * (_ROOM + words_bytes // 2 + 16)).view(np.uint16)
             words[group][_ROOM:-16].view(np.uint8)[:] = array[of_group.nbytes :]
-        of_step, levels = (np.empty(_WIDTH * band, np.uint8) for _ in range(2))
+        of_step, levels = scratch("of_step", _WIDTH * band), scratch("levels", _WIDTH * band)
         complete = _decode_steps(
             *words,
             lengths,

@@ -33,6 +33,8 @@ _NUM_LEVELS = 10
 _MOST_CONTEXTS = 16
 _MOST_BINS = 24
 _MOST_PLANE = 8192
+# A thread of the CPU does more between two turns with the interpreter the longer its bands are; a GPU wants many bands.
+_LONGEST_BAND = {"cpu": 16384, "cuda": 4096}
 _RUN_VALUES, _RUN_ROWS, _LEAST_RUNS = 2048, 3, 8
 _ESCAPE_BITS = 18
 """What an escape costs: a byte, and about as much for its rare code."""
@@ -69,7 +71,8 @@ def layout_of(dense: Tensor) -> Layout:
         left, up, plane = channels, channels * dense.shape[3], channels * dense.shape[2] * dense.shape[3]
     # Long bands cost fewer states and restarts, short ones keep all threads busy.
     fair = dense.numel() // (4 * LANES)
-    length = max(min(max(fair, 1024), 4096), min(16 * up, fair))
+    longest = _LONGEST_BAND.get(dense.device.type, _LONGEST_BAND["cuda"])
+    length = max(min(max(fair, 1024), longest), min(16 * up, fair))
     if plane <= _MOST_PLANE:
         band = max(round(length / plane), 1) * plane
         return Layout(left, up, plane, band)

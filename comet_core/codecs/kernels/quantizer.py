@@ -15,6 +15,7 @@ from numba.core import types
 from numba.extending import overload
 from torch import Tensor
 
+from comet_core.codecs.kernels.chunks import scratch
 from comet_core.codecs.kernels.compiled import compiled
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.kernels.vectors import intrinsic
@@ -309,14 +310,14 @@ def quantize(
     x: Tensor, start: int, grid: Grid, low: int, num_codes: int, codes: Tensor, most_escapes: int
 ) -> tuple[Tensor, Tensor] | None:
     """Twin of reference.quantize."""
-    escapes, missed = np.empty(most_escapes, np.uint8), np.empty(most_escapes, np.int32)
+    escapes, missed = scratch("escapes", most_escapes), scratch("missed", 4 * most_escapes).view(np.int32)
     num_escapes, num_missed = _quantize(
         _array_of(x), start, *_entries(grid), grid.inner, grid.sign_exact, low + 127, num_codes, codes.numpy(), escapes,
         missed,
     )  # fmt: skip
     if num_escapes < 0:
         return None
-    return torch.from_numpy(escapes[:num_escapes]), torch.from_numpy(missed[:num_missed])
+    return torch.from_numpy(escapes)[:num_escapes].clone(), torch.from_numpy(missed)[:num_missed].clone()
 
 
 def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
