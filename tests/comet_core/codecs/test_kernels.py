@@ -133,6 +133,8 @@ def test_the_twin_codes_bands_as_the_reference_does(shape, num_codes, memory_for
     for stages in (coder_of(x), reference):
         found = torch.empty_like(values)
         assert stages.decode_bands(payloads, layout, again, found) and torch.equal(found, values)
+        if stages is reference and len(values) > 10000:
+            continue  # which takes its time
         for group, payload in enumerate(payloads):
             for damaged in (payload[:-2], torch.cat([payload, payload[:2]]), payload[:3], payload[:-1]):
                 spoiled = [*payloads[:group], damaged, *payloads[group + 1 :]]
