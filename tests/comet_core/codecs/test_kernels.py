@@ -52,7 +52,7 @@ def grids(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("count", [1, 2, 255, 256, 777, 3001])
+@pytest.mark.parametrize("count", [1, 255, 777])
 def test_the_twin_makes_the_same_codes_and_values_as_the_reference(dtype, count):
     twin()
     start = 1234
