@@ -17,6 +17,7 @@ al. 2025); the quantiser that of cuSZ (Tian et al. 2020), with a zero of its own
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ from comet_core.codecs.base import (
     tensor_part,
 )
 from comet_core.codecs.grids import FLOATS, finite_range, grid_of
-from comet_core.codecs.kernels import coder_of, quantizer_of, reference
-from comet_core.codecs.kernels.chunks import run_chunks, scratch
+from comet_core.codecs.kernels import error_bounded_of, reference
+from comet_core.codecs.kernels.chunks import run_chunks
 from comet_core.codecs.kernels.contexts import Layout, Tables, layout_of, sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_bytes, encode_exactly
@@ -80,7 +81,7 @@ class ErrorBoundedCodec(Codec):
         return self.record(dense, encode_exactly(dense))
 
     def _encode_quantized(self, dense: Tensor, grid: Grid, layout: Layout, tables: Tables) -> Encoded:
-        task_values = _groups_a_task(dense) * layout.group
+        task_values = error_bounded_of(dense).GROUPS_A_TASK * layout.group
         tasks = flat_of(dense).split(task_values)
         found = run_chunks(
             lambda index: _encode_groups(tasks[index], index * task_values, grid, layout, tables),
@@ -108,7 +109,7 @@ class ErrorBoundedCodec(Codec):
         grid, tables, parts = _checked(encoded)
         meta, out = encoded.meta, empty_like_record(encoded)
         group_values = meta.layout.group
-        groups_a_task = _groups_a_task(out)
+        groups_a_task = error_bounded_of(out).GROUPS_A_TASK
         tasks = flat_of(out).split(groups_a_task * group_values)
 
         def decode_task(index: int) -> None:
@@ -125,69 +126,28 @@ def _encode_groups(
     x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables
 ) -> list[tuple[int, int, bytes | Tensor]]:
     """For each group: numbers of escapes and of missed values, and the part: escapes, missed values, coded bands."""
-    codes = _codes_for(x, layout)
-    codes[len(x) :] = 0
-    groups = x.split(layout.group)
-    found = [
-        quantizer_of(x).quantize(
-            group, start + index * layout.group, grid, tables.low, len(tables.levels),
-            codes[index * layout.group :][: len(group)], len(group) // 4,
-        )
-        for index, group in enumerate(groups)
-    ]  # fmt: skip
-    result: list[tuple[int, int, bytes | Tensor]] = []
-    for group, bands, escaped in zip(
-        groups, coder_of(x).encode_bands(codes, len(x), layout, tables), found, strict=True
-    ):
-        if escaped is not None:
-            escapes, missed = escaped
-            part = torch.cat([escapes, group[missed].view(torch.uint8), bands])
-            if len(part) < group.nbytes:
-                held = part.numpy().tobytes() if x.device.type == "cpu" else part
-                result.append((len(escapes), len(missed), held))
-                continue
-        result.append((_EXACT, 0, encode_bytes(group)))
-    return result
+    found = error_bounded_of(x).encode_values(x, start, grid, layout, tables)
+    return [
+        quantized if quantized is not None and len(quantized[2]) < group.nbytes else (_EXACT, 0, encode_bytes(group))
+        for group, quantized in zip(x.split(layout.group), found, strict=True)
+    ]
 
 
 def _decode_groups(
     found: list[tuple[bytes | Tensor, int, int]], start: int, grid: Grid, layout: Layout, tables: Tables, out: Tensor
 ) -> None:
     """Write the values of groups into out (n,), each given by its part and its counts. Raises DamagedRecord."""
-    groups = out.split(layout.group)
-    coded = []
-    for index, (part, num_escapes, num_missed) in enumerate(found):
-        if num_escapes == _EXACT:
-            decode_bytes(part, groups[index])
-        else:
-            data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
-            sizes = num_escapes, num_missed * out.itemsize
-            coded.append((index, num_missed, *data.split((*sizes, len(data) - sum(sizes)))))
-    # Groups that lie together are decoded at once; between them may be an exact one.
-    runs = [coded] if len(coded) in (0, len(found)) else [[one] for one in coded]
-    for run in runs:
-        if run:
-            begin = run[0][0] * layout.group
-            values = out[begin : begin + len(run) * layout.group]
-            codes = _codes_for(values, layout)[: len(values)]
-            if not coder_of(out).decode_bands([bands for *_, bands in run], layout, tables, codes):
-                raise DamagedRecord("the codes of a part do not end where they should")
-            for index, num_missed, escapes, exact, _ in run:
-                group, place = groups[index], (index * layout.group) - begin
-                missed = quantizer_of(out).dequantize(
-                    codes[place : place + len(group)], escapes, start + index * layout.group, grid, tables.low,
-                    num_missed, group,
-                )  # fmt: skip
-                if missed is None:
-                    raise DamagedRecord("the escapes of a part do not fit its codes")
-                group[missed] = exact.clone().view(out.dtype)
-
-
-def _codes_for(x: Tensor, layout: Layout) -> Tensor:
-    """Room for the codes of x, with anything in it."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(scratch("codes", layout.coded(len(x))))
-    return torch.empty(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
+    # Coded groups that lie together are decoded at once; between them may be exact ones.
+    for exact, run in groupby(range(len(found)), lambda index: found[index][1] == _EXACT):
+        indices = list(run)
+        first, end = indices[0] * layout.group, (indices[-1] + 1) * layout.group
+        if exact:
+            for index, values in zip(indices, out[first:end].split(layout.group), strict=True):
+                decode_bytes(found[index][0], values)
+        elif not error_bounded_of(out).decode_values(
+            found[indices[0] : indices[-1] + 1], start + first, grid, layout, tables, out[first:end]
+        ):
+            raise DamagedRecord("the codes of a part do not end where they should, or its escapes do not fit them")
 
 
 def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]]:
@@ -222,17 +182,12 @@ def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]
 
 
 def _threaded(x: Tensor) -> bool:
-    return x.device.type == "cpu" and coder_of(x) is not reference
-
-
-def _groups_a_task(x: Tensor) -> int:
-    """What the CPU's coder takes at once; on a GPU as many groups as keep it busy."""
-    return 2 if x.device.type == "cpu" else 256
+    return x.device.type == "cpu" and error_bounded_of(x) is not reference
 
 
 def _tables(flat: Tensor, grid: Grid, layout: Layout) -> Tables | None:
     """The tables for a tensor's codes, from a sample; None where codes of a byte do not pay."""
     starts, length = sample_starts(len(flat), layout)
     codes = torch.empty((len(starts), length), dtype=torch.uint8, device=flat.device)
-    quantizer_of(flat).quantize_runs(flat, starts, grid, codes)
+    error_bounded_of(flat).quantize_runs(flat, starts, grid, codes)
     return tables_of(codes.cpu().numpy(), layout, len(flat))

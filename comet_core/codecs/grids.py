@@ -1,5 +1,8 @@
 """From an error bound to the quantiser's grid: channels, steps, and what keeps the promise when all is rounded."""
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,40 +21,46 @@ def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
     num_channels, inner = _channels(dense, bound)
     if dense.dtype not in FLOATS or dense.numel() == 0:
         return None
-    work = torch.promote_types(dense.dtype, torch.float32)
-    absolute = torch.as_tensor(bound.value, dtype=torch.float64).expand(num_channels)
+    work: Any = np.float64 if dense.dtype == torch.float64 else np.float32
+    absolute = np.broadcast_to(np.asarray(bound.value, np.float64), num_channels)
     # Beyond this, levels would not be finite in the tensor's dtype.
     huge = torch.finfo(dense.dtype).max / 8
     if bound.kind == "range_rel" or bool((absolute > huge).any()):
-        low, high = finite_range(dense, num_channels, inner)
-        if bound.kind == "range_rel":
-            extent = high - low
-            extent = torch.where(extent.isinf(), absolute * high - absolute * low, absolute * extent)
-            absolute = extent.nan_to_num(nan=0.0, posinf=torch.inf)  # an infinite bound times no range
-        largest = torch.maximum(low.abs(), high.abs()) * (0.5 + 2.0**-20)  # such that the largest is within a step
-        absolute = torch.where(absolute > huge, torch.minimum(absolute, largest), absolute)
+        low, high = (extreme.numpy() for extreme in finite_range(dense, num_channels, inner))
+        with np.errstate(invalid="ignore", over="ignore"):
+            if bound.kind == "range_rel":
+                extent = high - low
+                extent = np.where(np.isinf(extent), absolute * high - absolute * low, absolute * extent)
+                absolute = np.where(np.isnan(extent), 0, extent)  # an infinite bound times no range
+            largest = np.maximum(np.abs(low), np.abs(high)) * (0.5 + 2.0**-20)  # such that the largest is within a step
+        absolute = np.where(absolute > huge, np.minimum(absolute, largest), absolute)
 
     # A little less than twice the bound: the levels are rounded, and values half-way between two must still fit.
     step = _rounded_down(2 * absolute * (1 - 2.0**-20), work)
     # Smaller levels could be flushed to zero by a processor set up so. Such channels are exact, by what misses.
-    usable = step > 4 * torch.finfo(work).tiny
-    if not bool(usable.any()):
+    usable = step > 4 * np.finfo(work).tiny
+    if not usable.any():
         return None
-    step = torch.where(usable, step, 1)
-    offset = torch.zeros_like(step)
+    step = np.where(usable, step, work(1))
+    offset = np.zeros_like(step)
     if bound.channel_dim is not None and not sign_exact:
         # Up to 2**21 the offset is exact.
-        offset = torch.round(_middles(dense, num_channels, inner) / step.double()).clamp(-(2.0**21), 2.0**21).to(work)
+        middles = _middles(dense, num_channels, inner).numpy()
+        offset = np.clip(np.rint(middles / step), -(2.0**21), 2.0**21).astype(work)
     # A distance computed in float32 is off by one part in 2**24; in float64 it is what the bound is defined by.
-    limit = absolute if work == torch.float64 else _rounded_down(absolute * (1 - 2.0**-23), work)
-    limit = torch.where(usable, limit, 0)
-    step, inverse, offset, limit = (entry.to(dense.device) for entry in (step, 1 / step, offset, limit))
-    return Grid(step, inverse, offset, limit, inner, sign_exact)
+    limit = absolute if work == np.float64 else _rounded_down(absolute * (1 - 2.0**-23), work)
+    limit = np.where(usable, limit, work(0))
+
+    def on_device(entries: np.ndarray) -> Tensor:
+        return torch.from_numpy(entries).to(dense.device)
+
+    return Grid(on_device(step), on_device(1 / step), on_device(offset), on_device(limit), inner, sign_exact)
 
 
-def _rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = values.to(dtype)
-    return torch.where(rounded.double() > values, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
+def _rounded_down(values: np.ndarray, dtype: Any) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        rounded = values.astype(dtype)
+    return np.where(rounded > values, np.nextafter(rounded, dtype(0)), rounded)
 
 
 def _middles(dense: Tensor, num_channels: int, inner: int) -> Tensor:

@@ -10,13 +10,11 @@ from torch import Tensor
 from comet_core.codecs.kernels import cuda, reference
 
 _cpu: ModuleType | None
-_quantizer: ModuleType = reference
-_coder: ModuleType = reference
+_error_bounded: ModuleType = reference
 try:
     importlib.import_module("numba")
     _cpu = importlib.import_module("comet_core.codecs.kernels.cpu")
-    _quantizer = importlib.import_module("comet_core.codecs.kernels.quantizer")
-    _coder = importlib.import_module("comet_core.codecs.kernels.context_coder")
+    _error_bounded = importlib.import_module("comet_core.codecs.kernels.context_coder")
 except ImportError:  # numba is missing: the definition serves everything
     _cpu = None
 
@@ -27,11 +25,6 @@ def twin_of(x: Tensor) -> ModuleType | None:
     return _cpu if served else None
 
 
-def quantizer_of(x: Tensor) -> Any:
-    """The module whose quantize, quantize_runs and dequantize serve a tensor of floats."""
-    return _quantizer if x.device.type == "cpu" else cuda if cuda.serves(x) else reference
-
-
-def coder_of(x: Tensor) -> Any:
-    """The module whose encode_bands and decode_bands serve codes beside a tensor."""
-    return _coder if x.device.type == "cpu" else cuda if cuda.serves(x) else reference
+def error_bounded_of(x: Tensor) -> Any:
+    """The module whose encode_values, decode_values, quantize_runs and GROUPS_A_TASK serve a tensor of floats."""
+    return _error_bounded if x.device.type == "cpu" else cuda if cuda.serves(x) else reference

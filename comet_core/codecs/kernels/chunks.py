@@ -1,8 +1,9 @@
 """The thread pool that runs one task a chunk, and the zstd stage, one compressor a thread.
 
 Chunks make large tensors parallel and keep a task's working set in the cache. Everything slow in a task (numba
-kernels, zstd) releases the GIL. The pool is made on first use with torch's number of threads, and made anew after a
-fork, because threads do not survive one. Tasks must not call `run_chunks` themselves.
+kernels, zstd) releases the GIL. The caller works too: waking a thread costs as much as a small chunk. The pool is made
+on first use with torch's number of threads, and made anew after a fork, because threads do not survive one. Tasks must
+not call `run_chunks` themselves.
 
 Without the library zstandard the bytes stay as they are; only this file imports it.
 """
@@ -10,7 +11,7 @@ Without the library zstandard the bytes stay as they are; only this file imports
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,19 +45,34 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_chunks(task: Callable[[int], Result], num_chunks: int, *, threaded: bool) -> list[Result]:
-    """task(0), ..., task(num_chunks - 1), results in order; on the pool where `threaded` and there are several.
+    """task(0), ..., task(num_chunks - 1), results in order; where `threaded`, shared by the caller and the pool.
 
     Not for tasks made of torch operations: these have threads of their own, and on a GPU they belong on the stream of
-    the calling thread.
+    the calling thread. Where tasks raise, one of the exceptions is raised when none runs any more.
     """
     global _pool
-    if num_chunks <= 1 or not threaded:
+    num_threads = min(torch.get_num_threads(), num_chunks) if threaded else 1
+    if num_threads <= 1:
         return [task(chunk) for chunk in range(num_chunks)]
     with _pool_lock:
         if _pool is None:
             _pool = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="comet-codec")
         pool = _pool
-    return list(pool.map(task, range(num_chunks)))
+    results: dict[int, Result] = {}
+    chunks = iter(range(num_chunks))
+
+    def work() -> None:
+        for chunk in chunks:  # next() of an iterator of C is one step for all threads
+            results[chunk] = task(chunk)
+
+    helpers = [pool.submit(work) for _ in range(num_threads - 1)]
+    try:
+        work()
+    finally:
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
+    return [results[chunk] for chunk in range(num_chunks)]
 
 
 def scratch(purpose: str, num_bytes: int) -> np.ndarray:

@@ -11,7 +11,8 @@ The state x of a lane lies in [2**16, 2**32). With f of 1024 slots for the code 
     encode: while x >= f << 22: append x mod 2**16, x >>= 16; then x = (x div f) * 1024 + x mod f + s
     decode: slot = x mod 1024 gives the code; x = f * (x div 1024) + slot - s; if x < 2**16: x = x << 16 | next word
 
-The definition is `reference.encode_bands`; the payload is equal byte for byte.
+The definition is `reference.encode_values`; parts are equal byte for byte. A task takes two compiled calls, one for all
+its values and one for all its codes: between them Python holds the lock for which the other threads wait.
 
 Sources: ANS, Duda (2013), section on range variants; states in the lanes of a vector: Giesen, "Interleaved entropy
 coders" (2014).
@@ -21,12 +22,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from comet_core.codecs.kernels.chunks import scratch
 from comet_core.codecs.kernels.compiled import compiled, inlined
 from comet_core.codecs.kernels.contexts import LANES, NO_LEVEL, START, Layout, Tables
+from comet_core.codecs.kernels.quantizer import array_of, dequantize_groups, quantize_groups, quantize_runs
+from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.kernels.vectors import (
     append,
     both,
@@ -42,11 +44,14 @@ from comet_core.codecs.kernels.vectors import (
     take,
 )
 
-_TOGETHER = 2
+__all__ = ["GROUPS_A_TASK", "decode_values", "encode_values", "quantize_runs"]
+
+GROUPS_A_TASK = 2
 """Groups that are walked at once: one has its steps while the other waits for its look-ups."""
-_WIDTH = _TOGETHER * LANES
+_WIDTH = GROUPS_A_TASK * LANES
 _MIDDLE = 128
 _ROOM = 32  # words before the first: a step that takes too many ends there
+_NOTHING = np.frombuffer(bytes(1), np.uint8)[:0]  # read-only as what is read from bytes: another type to numba
 _SIXTEEN_STEPS = (np.arange(16) * (_WIDTH // 4)).astype(np.uint32)
 
 
@@ -224,74 +229,120 @@ def _deinterleave(of_step: np.ndarray, band: int, offsets: np.ndarray, codes: np
                 codes[start + t] = of_step[_WIDTH * t + first + place]
 
 
-def encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables) -> list[Tensor]:
-    """Twin of reference.encode_bands."""
-    payloads: list[Tensor] = []
-    context_of, slots = tables.for_encoding
-    for first in range(0, num_values, _TOGETHER * layout.group):
-        array = codes[first:].numpy()
-        num_bands, band, offsets, lengths = _bands(num_values - first, layout)
-        of_step = levels = scratch("of_step", _WIDTH * (band + 3))
-        _interleave(array, band, offsets, np.empty(0, np.uint32), of_step)
-        if len(tables.levels) > NO_LEVEL:  # else each code is its own level
-            levels = scratch("levels", len(of_step))
-            _interleave(array, band, offsets, tables.levels.astype(np.uint32), levels)
-        states = np.full(_WIDTH, START, np.uint32)
-        words = [scratch(f"words {group}", 2 * (LANES * band + 16)).view(np.uint16) for group in range(_TOGETHER)]
-        used = _encode_steps(
-            of_step,
-            levels,
-            lengths,
-            band,
-            layout.left,
-            layout.up,
-            layout.restart,
-            context_of[_MIDDLE:],
-            slots,
-            states,
-            *words,
-        )
-        for group in range(-(-num_bands // LANES)):
-            of_group = states[group * LANES : min((group + 1) * LANES, num_bands)]
-            payload = np.concatenate([of_group.view(np.uint8), words[group][: used[group]].view(np.uint8)])
-            payloads.append(torch.from_numpy(payload))
-    return payloads
+@compiled
+def _encode_pair(
+    codes: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, band: int, left: int, up: int, restart: int,
+    level_of: np.ndarray, context_of: np.ndarray, slots: np.ndarray, of_step: np.ndarray, levels: np.ndarray,
+    states: np.ndarray, words_a: np.ndarray, words_b: np.ndarray,
+) -> tuple[int, int]:  # fmt: skip
+    """`_encode_steps` for codes in the order of memory; of_step and levels are room for them interleaved."""
+    _interleave(codes, band, offsets, np.empty(0, np.uint32), of_step)
+    if len(level_of):
+        _interleave(codes, band, offsets, level_of, levels)
+    return _encode_steps(
+        of_step, levels, lengths, band, left, up, restart, context_of, slots, states, words_a, words_b
+    )
 
 
-def decode_bands(payloads: Sequence[Tensor], layout: Layout, tables: Tables, codes: Tensor) -> bool:
-    """Twin of reference.decode_bands."""
-    context_of, slots = tables.for_decoding
-    for first in range(0, len(codes), _TOGETHER * layout.group):
-        of_pair = payloads[first // layout.group :][:_TOGETHER]
-        num_bands, band, offsets, lengths = _bands(len(codes) - first, layout)
-        states = np.full(_WIDTH, START, np.uint32)
-        words = [np.zeros(_ROOM + 16, np.uint16)] * _TOGETHER
-        for group, payload in enumerate(of_pair):
-            of_group = states[group * LANES : min((group + 1) * LANES, num_bands)]
-            array, words_bytes = payload.numpy(), len(payload) - of_group.nbytes
-            if words_bytes < 0 or words_bytes % 2:
-                return False
-            of_group.view(np.uint8)[:] = array[: of_group.nbytes]
-            words[group] = scratch(f"words {group}", 2 * (_ROOM + words_bytes // 2 + 16)).view(np.uint16)
-            words[group][_ROOM:-16].view(np.uint8)[:] = array[of_group.nbytes :]
-        of_step, levels = scratch("of_step", _WIDTH * band), scratch("levels", _WIDTH * band)
-        complete = _decode_steps(
-            *words,
-            lengths,
-            band,
-            layout.left,
-            layout.up,
-            layout.restart,
-            context_of[_MIDDLE:],
-            slots,
-            states,
-            levels,
-            of_step,
-        )
-        if not complete or not bool((states == START).all()):
+@compiled
+def _decode_pair(
+    payload_a: np.ndarray, payload_b: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, num_values: int, band: int,
+    left: int, up: int, restart: int, context_of: np.ndarray, slots: np.ndarray, levels: np.ndarray,
+    of_step: np.ndarray, words_a: np.ndarray, words_b: np.ndarray, codes: np.ndarray,
+) -> bool:  # fmt: skip
+    """`_decode_steps` for two payloads, into codes in the order of memory; words_a and words_b are room for theirs."""
+    states = np.full(_WIDTH, START, np.uint32)
+    of_states = states.view(np.uint8)
+    num_bands = len(offsets)
+    for first, payload, words in ((0, payload_a, words_a), (LANES, payload_b, words_b)):
+        state_bytes = 4 * max(min(num_bands - first, LANES), 0)
+        of_states[4 * first : 4 * first + state_bytes] = payload[:state_bytes]
+        words[_ROOM:-16].view(np.uint8)[:] = payload[state_bytes:]
+    if not _decode_steps(
+        words_a, words_b, lengths, band, left, up, restart, context_of, slots, states, levels, of_step
+    ):
+        return False
+    for state in states:
+        if state != START:
             return False
-        array = codes[first:].numpy()
-        _deinterleave(of_step, band, offsets[:num_bands], array, min(len(array), _TOGETHER * layout.group))
+    _deinterleave(of_step, band, offsets, codes, num_values)
+    return True
+
+
+def encode_values(
+    x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables
+) -> list[tuple[int, int, bytes] | None]:
+    """Twin of reference.encode_values, for GROUPS_A_TASK groups at most."""
+    array, group = array_of(x), layout.group
+    num_groups, room = -(-len(x) // group), min(group, len(x)) // 4
+    codes = scratch("codes", layout.coded(len(x)))
+    codes[len(x) :] = 0
+    escapes = scratch("escapes", num_groups * room).reshape(num_groups, room)
+    missed = scratch("missed", 4 * num_groups * room).view(np.int32).reshape(num_groups, room)
+    counts = np.empty((num_groups, 2), np.int64)
+    entries = (entry.numpy() for entry in (grid.step, grid.inverse, grid.offset, grid.limit))
+    quantize_groups(
+        array, start, group, *entries, grid.inner, grid.sign_exact, tables.low + 127, codes, escapes, missed,
+        len(tables.levels), counts,
+    )  # fmt: skip
+    num_bands, band, offsets, lengths = _bands(len(x), layout)
+    of_step = levels = scratch("of_step", _WIDTH * (band + 3))
+    level_of = np.empty(0, np.uint32)
+    if len(tables.levels) > NO_LEVEL:  # else each code is its own level
+        levels, level_of = scratch("levels", len(of_step)), tables.levels.astype(np.uint32)
+    states = np.full(_WIDTH, START, np.uint32)
+    words = [scratch(f"words {index}", 2 * (LANES * band + 16)).view(np.uint16) for index in range(GROUPS_A_TASK)]
+    context_of, slots = tables.for_encoding
+    used = _encode_pair(
+        codes, offsets, lengths, band, layout.left, layout.up, layout.restart, level_of, context_of[_MIDDLE:], slots,
+        of_step, levels, states, *words,
+    )  # fmt: skip
+    found: list[tuple[int, int, bytes] | None] = []
+    for index, (num_escapes, num_missed) in enumerate(counts.tolist()):
+        if num_escapes < 0:
+            found.append(None)
+            continue
+        exact = array[index * group + missed[index, :num_missed]]
+        of_group = states[index * LANES : min((index + 1) * LANES, num_bands)]
+        pieces = escapes[index, :num_escapes], exact, of_group, words[index][: used[index]]
+        found.append((num_escapes, num_missed, b"".join(piece.data for piece in pieces)))
+    return found
+
+
+def decode_values(
+    found: Sequence[tuple[bytes, int, int]], start: int, grid: Grid, layout: Layout, tables: Tables, out: Tensor
+) -> bool:
+    """Twin of reference.decode_values, for GROUPS_A_TASK groups at most."""
+    array, group = array_of(out), layout.group
+    num_bands, band, offsets, lengths = _bands(len(out), layout)
+    words = [np.zeros(_ROOM + 16, np.uint16)] * GROUPS_A_TASK
+    payloads = [_NOTHING] * GROUPS_A_TASK
+    escapes, exact, counts = [], [], np.empty((len(found), 2), np.int64)
+    for index, (part, num_escapes, num_missed) in enumerate(found):
+        data, behind = np.frombuffer(part, np.uint8), num_escapes + num_missed * out.itemsize
+        words_bytes = len(data) - behind - 4 * min(num_bands - index * LANES, LANES)
+        if words_bytes < 0 or words_bytes % 2:
+            return False
+        words[index] = scratch(f"words {index}", 2 * (_ROOM + words_bytes // 2 + 16)).view(np.uint16)
+        payloads[index] = data[behind:]
+        escapes.append(data[:num_escapes])
+        exact.append(data[num_escapes:behind])
+        counts[index] = num_escapes, num_missed
+    codes = scratch("codes", len(out))
+    context_of, slots = tables.for_decoding
+    if not _decode_pair(
+        *payloads, offsets[:num_bands], lengths, len(out), band, layout.left, layout.up, layout.restart,
+        context_of[_MIDDLE:], slots, scratch("levels", _WIDTH * band), scratch("of_step", _WIDTH * band), *words, codes,
+    ):  # fmt: skip
+        return False
+    missed = np.empty(counts[:, 1].sum(), np.int32)
+    if not dequantize_groups(
+        codes, np.concatenate(escapes), start, group, grid.step.numpy(), grid.offset.numpy(), grid.inner,
+        grid.sign_exact, tables.low + 127, counts, missed, array,
+    ):  # fmt: skip
+        return False
+    if len(missed):
+        array[missed + np.repeat(np.arange(len(found)) * group, counts[:, 1])] = np.concatenate(exact).view(array.dtype)
     return True
 
 

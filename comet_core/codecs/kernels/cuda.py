@@ -20,6 +20,8 @@ from comet_core.codecs.kernels.reference import Grid
 SOURCE = resources.files(__package__).joinpath("kernels.cu").read_text()
 OPTIONS = ("-std=c++17", "-fmad=false")
 _BLOCK = 256
+GROUPS_A_TASK = 256
+"""Enough to keep a GPU busy."""
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _modules: dict[int, Any] = {}
 
@@ -29,15 +31,60 @@ def serves(x: Tensor) -> bool:
     return x.is_cuda and torch.version.cuda is not None and importlib.util.find_spec("cupy") is not None
 
 
-def quantize(
-    x: Tensor, start: int, grid: Grid, low: int, num_codes: int, codes: Tensor, most_escapes: int
-) -> tuple[Tensor, Tensor] | None:
-    """Twin of reference.quantize."""
+def encode_values(
+    x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables
+) -> list[tuple[int, int, Tensor] | None]:
+    """Twin of reference.encode_values."""
     wide = _wide_codes(x, start, grid)
-    code = wide.to(torch.int16) - (low + 127)
-    codes.copy_(torch.where((code > 0) & (code < num_codes), code, 0))
-    escapes = wide[codes == 0]
-    return None if len(escapes) > most_escapes else (escapes, (wide == 0).nonzero()[:, 0].to(torch.int32))
+    code = wide.to(torch.int16) - (tables.low + 127)
+    codes = torch.zeros(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
+    codes[: len(x)] = torch.where((code > 0) & (code < len(tables.levels)), code, 0)
+    escaped, missed = (codes[: len(x)] == 0).nonzero()[:, 0], (wide == 0).nonzero()[:, 0]
+    payloads = _encode_bands(codes, len(x), layout, tables)
+    escapes = wide[escaped].split(_counts(escaped, layout, len(payloads)))
+    exact = x[missed].split(_counts(missed, layout, len(payloads)))
+    return [
+        (len(of_group), len(values), torch.cat([of_group, values.view(torch.uint8), payload]))
+        if len(of_group) <= min(layout.group, len(x) - index * layout.group) // 4
+        else None
+        for index, (of_group, values, payload) in enumerate(zip(escapes, exact, payloads, strict=True))
+    ]
+
+
+def decode_values(
+    found: Sequence[tuple[Tensor, int, int]], start: int, grid: Grid, layout: Layout, tables: Tables, out: Tensor
+) -> bool:
+    """Twin of reference.decode_values."""
+    beside, payloads = [], []
+    for part, num_escapes, num_missed in found:
+        sizes = num_escapes, num_missed * out.itemsize
+        *of_group, payload = part.split((*sizes, len(part) - sum(sizes)))
+        beside.append(of_group)
+        payloads.append(payload)
+    codes = torch.empty(len(out), dtype=torch.uint8, device=out.device)
+    if not _decode_bands(payloads, layout, tables, codes):
+        return False
+    escapes, exact = (torch.cat(pieces) for pieces in zip(*beside, strict=True))
+    escaped = (codes == 0).nonzero()[:, 0]
+    if _counts(escaped, layout, len(found)) != [num_escapes for _, num_escapes, _ in found]:
+        return False
+    wide = codes + torch.tensor((tables.low + 127) % 256, dtype=torch.uint8, device=codes.device)
+    wide[escaped] = escapes
+    missed = (wide == 0).nonzero()[:, 0]
+    if _counts(missed, layout, len(found)) != [num_missed for *_, num_missed in found]:
+        return False
+    _launch(
+        f"dequantize_{_NAMES[out.dtype]}", -(-len(out) // _BLOCK), _BLOCK, wide, len(out), start, grid.step,
+        grid.offset, len(grid.step), grid.inner, int(grid.sign_exact), out,
+    )  # fmt: skip
+    out[missed] = exact.view(out.dtype)
+    return True
+
+
+def _counts(places: Tensor, layout: Layout, num_groups: int) -> list[int]:
+    """How many of the places lie in each group."""
+    counts: list[int] = torch.bincount(places // layout.group, minlength=num_groups).tolist()
+    return counts
 
 
 def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
@@ -47,25 +94,8 @@ def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> N
         of_run.copy_(_wide_codes(x[start : start + length], start, grid))
 
 
-def dequantize(
-    codes: Tensor, escapes: Tensor, start: int, grid: Grid, low: int, num_missed: int, out: Tensor
-) -> Tensor | None:
-    """Twin of reference.dequantize."""
-    escaped = codes == 0
-    if int(escaped.sum()) != len(escapes):
-        return None
-    wide = codes + torch.tensor((low + 127) % 256, dtype=torch.uint8, device=codes.device)
-    wide[escaped] = escapes
-    _launch(
-        f"dequantize_{_NAMES[out.dtype]}", -(-len(out) // _BLOCK), _BLOCK, wide, len(out), start, grid.step,
-        grid.offset, len(grid.step), grid.inner, int(grid.sign_exact), out,
-    )  # fmt: skip
-    missed = (wide == 0).nonzero()[:, 0].to(torch.int32)
-    return missed if len(missed) == num_missed else None
-
-
-def encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables) -> list[Tensor]:
-    """Twin of reference.encode_bands."""
+def _encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables) -> list[Tensor]:
+    """The payload of each group."""
     num_bands = -(-num_values // layout.band)
     num_groups = -(-num_bands // LANES)
     device = codes.device
@@ -85,8 +115,8 @@ def encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables)
     ]
 
 
-def decode_bands(payloads: Sequence[Tensor], layout: Layout, tables: Tables, codes: Tensor) -> bool:
-    """Twin of reference.decode_bands."""
+def _decode_bands(payloads: Sequence[Tensor], layout: Layout, tables: Tables, codes: Tensor) -> bool:
+    """Fill codes from payloads; False where these are not such."""
     num_bands, device = -(-len(codes) // layout.band), codes.device
     num_states = [min(LANES, num_bands - first) for first in range(0, num_bands, LANES)]
     sizes = [len(payload) - 4 * count for payload, count in zip(payloads, num_states, strict=True)]

@@ -1,5 +1,7 @@
 """The quantiser for the CPU: twins of `reference.quantize` and `reference.dequantize`, equal bit for bit.
 
+`context_coder.py` calls them for the groups of a task at once.
+
 One pass over the values quantises and compares what the decoder will return with the original, block by block in the
 first-level cache. Within a block the loops have no branch, so that they become vector instructions; codes of 0 are rare
 and looked up in a second walk over the blocks that have some. numba knows no 16-bit floats: a float16 comes as uint16
@@ -15,7 +17,6 @@ from numba.core import types
 from numba.extending import overload
 from torch import Tensor
 
-from comet_core.codecs.kernels.chunks import scratch
 from comet_core.codecs.kernels.compiled import compiled
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.kernels.vectors import intrinsic
@@ -292,6 +293,52 @@ def _dequantize(
 
 
 @compiled
+def quantize_groups(
+    x: np.ndarray, start: int, group: int, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray,
+    inner: int, sign_exact: bool, skipped: int, codes: np.ndarray, escapes: np.ndarray, missed: np.ndarray,
+    num_codes: int, counts: np.ndarray,
+) -> None:  # fmt: skip
+    """Quantise group after group of x; a row of escapes and missed for each, and their numbers in counts (G, 2).
+
+    missed are indices into the group; a number of escapes of -1 says that they are more than a quarter of it.
+    """
+    for index in range(len(counts)):
+        first = index * group
+        values = x[first : first + group]
+        counts[index] = _quantize(
+            values, start + first, step, inverse, offset, limit, inner, sign_exact, skipped, num_codes,
+            codes[first : first + group], escapes[index, : len(values) // 4], missed[index],
+        )  # fmt: skip
+        if counts[index, 0] < 0:
+            codes[first : first + group] = 0  # the coder looks codes up, also those of a group that is not kept
+
+
+@compiled
+def dequantize_groups(
+    codes: np.ndarray, escapes: np.ndarray, start: int, group: int, step: np.ndarray, offset: np.ndarray, inner: int,
+    sign_exact: bool, skipped: int, counts: np.ndarray, missed: np.ndarray, out: np.ndarray,
+) -> bool:  # fmt: skip
+    """The inverse of quantize_groups, escapes and missed of all groups in a row; False where they do not fit.
+
+    out lacks the missed values, of which `missed` (indices into the group) tells the places.
+    """
+    first_escape, first_missed = 0, 0
+    for index in range(len(counts)):
+        first = index * group
+        num_escapes, num_missed = counts[index]
+        found = _dequantize(
+            codes[first : first + group], escapes[first_escape : first_escape + num_escapes], start + first, step,
+            offset, inner, sign_exact, skipped, missed[first_missed : first_missed + num_missed],
+            out[first : first + group],
+        )  # fmt: skip
+        if found != num_missed:
+            return False
+        first_escape += num_escapes
+        first_missed += num_missed
+    return True
+
+
+@compiled
 def _quantize_runs(
     x: np.ndarray, starts: np.ndarray, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray,
     inner: int, sign_exact: bool, codes: np.ndarray,
@@ -306,40 +353,12 @@ def _quantize_runs(
         )  # fmt: skip
 
 
-def quantize(
-    x: Tensor, start: int, grid: Grid, low: int, num_codes: int, codes: Tensor, most_escapes: int
-) -> tuple[Tensor, Tensor] | None:
-    """Twin of reference.quantize."""
-    escapes, missed = scratch("escapes", most_escapes), scratch("missed", 4 * most_escapes).view(np.int32)
-    num_escapes, num_missed = _quantize(
-        _array_of(x), start, *_entries(grid), grid.inner, grid.sign_exact, low + 127, num_codes, codes.numpy(), escapes,
-        missed,
-    )  # fmt: skip
-    if num_escapes < 0:
-        return None
-    return torch.from_numpy(escapes)[:num_escapes].clone(), torch.from_numpy(missed)[:num_missed].clone()
-
-
 def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
     """Twin of reference.quantize_runs."""
-    _quantize_runs(_array_of(x), starts, *_entries(grid), grid.inner, grid.sign_exact, codes.numpy())
+    entries = (entry.numpy() for entry in (grid.step, grid.inverse, grid.offset, grid.limit))
+    _quantize_runs(array_of(x), starts, *entries, grid.inner, grid.sign_exact, codes.numpy())
 
 
-def dequantize(
-    codes: Tensor, escapes: Tensor, start: int, grid: Grid, low: int, num_missed: int, out: Tensor
-) -> Tensor | None:
-    """Twin of reference.dequantize."""
-    missed = np.empty(num_missed, np.int32)
-    found = _dequantize(
-        codes.numpy(), escapes.numpy(), start, grid.step.numpy(), grid.offset.numpy(), grid.inner, grid.sign_exact,
-        low + 127, missed, _array_of(out),
-    )  # fmt: skip
-    return torch.from_numpy(missed) if found == num_missed else None
-
-
-def _entries(grid: Grid) -> tuple[np.ndarray, ...]:
-    return grid.step.numpy(), grid.inverse.numpy(), grid.offset.numpy(), grid.limit.numpy()
-
-
-def _array_of(x: Tensor) -> np.ndarray:
+def array_of(x: Tensor) -> np.ndarray:
+    """The memory of a flat tensor of floats as the kernels take it."""
     return np.asarray(x.view(_NUMBA_DTYPES.get(x.dtype, x.dtype)).numpy())

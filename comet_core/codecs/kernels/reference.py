@@ -72,14 +72,72 @@ def finite_range(x: Tensor, start: int, inner: int, low: Tensor, high: Tensor) -
         extreme.copy_(better(extreme, found.cpu()))
 
 
+GROUPS_A_TASK = 256
+"""What encode_values and decode_values are given at once."""
+
+
+def encode_values(
+    x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables
+) -> list[tuple[int, int, bytes | Tensor] | None]:
+    """Encode the (n,) values of x, which begin with a group at index `start` of the whole memory.
+
+    Gives for each group its numbers of escapes and of missed values, and its part: escapes, missed values, payload;
+    bytes on the CPU, uint8 on a GPU. None where more than a quarter of a group's values are escapes.
+    """
+    codes = torch.zeros(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
+    groups = x.split(layout.group)
+    found = [
+        quantize(group, start + first, grid, tables.low, len(tables.levels), of_group)
+        for group, first, of_group in zip(
+            groups, range(0, len(x), layout.group), codes[: len(x)].split(layout.group), strict=True
+        )
+    ]
+    result: list[tuple[int, int, bytes | Tensor] | None] = []
+    for group, (escapes, missed), payload in zip(
+        groups, found, encode_bands(codes, len(x), layout, tables), strict=True
+    ):
+        part = torch.cat([escapes, group[missed].view(torch.uint8), payload])
+        held = part.numpy().tobytes() if x.device.type == "cpu" else part
+        result.append((len(escapes), len(missed), held) if len(escapes) <= len(group) // 4 else None)
+    return result
+
+
+def decode_values(
+    found: Sequence[tuple[bytes | Tensor, int, int]], start: int, grid: Grid, layout: Layout, tables: Tables,
+    out: Tensor,
+) -> bool:  # fmt: skip
+    """The inverse of encode_values: write the values of groups, each given by its part and its counts, into out (n,).
+
+    False where the parts are not such. No part is shorter than its counts say.
+    """
+    groups, payloads, beside = out.split(layout.group), [], []
+    for part, num_escapes, num_missed in found:
+        data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
+        sizes = num_escapes, num_missed * out.itemsize
+        escapes, exact, payload = data.split((*sizes, len(data) - sum(sizes)))
+        beside.append((escapes, exact.clone().view(out.dtype)))
+        payloads.append(payload)
+    codes = torch.empty(len(out), dtype=torch.uint8, device=out.device)
+    if not decode_bands(payloads, layout, tables, codes):
+        return False
+    for group, first, of_group, (escapes, exact) in zip(
+        groups, range(0, len(out), layout.group), codes.split(layout.group), beside, strict=True
+    ):
+        missed = dequantize(of_group, escapes, start + first, grid, tables.low, group)
+        if missed is None or len(missed) != len(exact):
+            return False
+        group[missed] = exact
+    return True
+
+
 def quantize(
-    x: Tensor, start: int, grid: Grid, low: int, num_codes: int, codes: Tensor, most_escapes: int
-) -> tuple[Tensor, Tensor] | None:
+    x: Tensor, start: int, grid: Grid, low: int, num_codes: int, codes: Tensor
+) -> tuple[Tensor, Tensor]:
     """Quantise the (n,) values of x, which begin at index `start` of the whole memory, into codes (n,) uint8.
 
     Code c > 0 stands for q = c - 1 + low, where `num_codes` counts the code 0. The values with code 0 are the escapes:
     for each of them, in order, a byte is q + 128, or 0 where q does not keep the bound. Gives the escapes (uint8) and
-    the indices (int32) of these last; None where there are more than most_escapes escapes.
+    the indices (int32) of these last.
     """
     step, inverse, offset, limit = grid.of_values(start, len(x))
     values = x.to(step.dtype)
@@ -93,23 +151,20 @@ def quantize(
     wide = torch.where(good, q + 128, 0).to(torch.uint8)
     code = wide.to(torch.int16) - (low + 127)
     codes.copy_(torch.where((code > 0) & (code < num_codes), code, 0))
-    escapes = wide[codes == 0]
-    return None if len(escapes) > most_escapes else (escapes, (wide == 0).nonzero()[:, 0].to(torch.int32))
+    return wide[codes == 0], (wide == 0).nonzero()[:, 0].to(torch.int32)
 
 
 def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
     """Fill codes (R, n) uint8 with q + 128, or 0, for the n values of x, the whole memory, from each of R starts on."""
     length = codes.shape[1]
     for start, of_run in zip(starts.tolist(), codes, strict=True):
-        quantize(x[start : start + length], start, grid, -127, 256, of_run, length)
+        quantize(x[start : start + length], start, grid, -127, 256, of_run)
 
 
-def dequantize(
-    codes: Tensor, escapes: Tensor, start: int, grid: Grid, low: int, num_missed: int, out: Tensor
-) -> Tensor | None:
-    """Write the values of (n,) codes into out (n,); gives the indices of values kept elsewhere, which out lacks.
+def dequantize(codes: Tensor, escapes: Tensor, start: int, grid: Grid, low: int, out: Tensor) -> Tensor | None:
+    """Write the values of (n,) codes into out (n,); gives the indices of missed values, which out lacks.
 
-    None where the escapes do not fit the codes, or other than num_missed values are kept elsewhere.
+    None where the escapes do not fit the codes.
     """
     escaped = codes == 0
     if int(escaped.sum()) != len(escapes):
@@ -118,8 +173,7 @@ def dequantize(
     wide = codes.to(torch.int16) + (low + 127)
     wide[escaped] = escapes.to(torch.int16)
     out.copy_(level(wide.to(step.dtype) - 128, step, offset, grid.sign_exact))
-    missed = (wide == 0).nonzero()[:, 0].to(torch.int32)
-    return missed if len(missed) == num_missed else None
+    return (wide == 0).nonzero()[:, 0].to(torch.int32)
 
 
 def quantized(x: Tensor, inverse: Tensor, offset: Tensor, sign_exact: bool) -> Tensor:

@@ -91,13 +91,13 @@ def test_the_quantiser_of_a_thread_is_the_references(host, name, sign_exact):
         packed = torch.cat([step, inverse, place, limit])
         for x in values(dtype):
             expected, wide = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.uint8)
-            reference.quantize(x, 0, grid, -127, 256, expected, len(x))
+            reference.quantize(x, 0, grid, -127, 256, expected)
             count = ctypes.c_int64(len(x))
             getattr(host, f"quantize_{name}")(pointer(x), count, pointer(packed), int(sign_exact), pointer(wide))
             assert torch.equal(wide, expected)
             y, y_expected = torch.empty_like(x), torch.empty_like(x)
             escapes = expected[expected == 0]
-            missed = reference.dequantize(expected, escapes, 0, grid, -127, len(escapes), y_expected)
+            missed = reference.dequantize(expected, escapes, 0, grid, -127, y_expected)
             getattr(host, f"dequantize_{name}")(pointer(wide), count, pointer(packed), int(sign_exact), pointer(y))
             y[missed], y_expected[missed] = 0, 0
             assert torch.equal(y.view(torch.uint8), y_expected.view(torch.uint8))

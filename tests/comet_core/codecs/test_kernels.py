@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from comet_core.codecs import CODECS, get_codec
-from comet_core.codecs.kernels import chunks, coder_of, quantizer_of, reference, twin_of
-from comet_core.codecs.kernels.contexts import Tables, layout_of, sample_starts, tables_of
+from comet_core.codecs.kernels import chunks, error_bounded_of, reference, twin_of
+from comet_core.codecs.kernels.contexts import SLOTS, Layout, Tables, layout_of, sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid, Windows
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,43 +51,87 @@ def grids(dtype):
                 yield Grid(step, 1 / step, torch.zeros_like(offset), limit, inner, True)
 
 
+def flat_tables(low, num_codes):
+    """Tables that cost each code about the same, in whatever context."""
+    frequencies = np.full((1, num_codes), SLOTS // num_codes, np.uint16)
+    frequencies[0, 0] += SLOTS - frequencies.sum()
+    return Tables(low, np.zeros(num_codes, np.uint8), np.zeros(256, np.uint8), frequencies)
+
+
+def same(one, other):
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("count", [1, 255, 777])
-def test_the_twin_makes_the_same_codes_and_values_as_the_reference(dtype, count):
+def test_the_twin_makes_the_same_parts_and_values_as_the_reference(dtype, count):
     twin()
-    start = 1234
-    for grid in grids(dtype):
+    layout = Layout(1, 5, 20, 15)  # 480 values a group
+    for number, grid in enumerate(grids(dtype)):
         for x in inputs(dtype, count):
-            for low, num_codes in ((-127, 256), (-3, 8), (0, 5), (100, 2)):
-                results = []
-                for stages in (reference, quantizer_of(x)):
-                    codes, y = torch.full((count,), 77, dtype=torch.uint8), torch.empty_like(x)
-                    escapes, missed = stages.quantize(x, start, grid, low, num_codes, codes, count)
-                    if len(escapes):
-                        assert stages.quantize(x, start, grid, low, num_codes, codes, len(escapes) - 1) is None
-                        assert stages.dequantize(codes, escapes[1:], start, grid, low, len(missed), y) is None
-                    again = stages.dequantize(codes, escapes, start, grid, low, len(missed), y)
-                    assert torch.equal(again, missed)
-                    y[missed] = 0
-                    results.append((codes, escapes, missed, y))
-                for one, other in zip(*results, strict=True):
-                    assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+            for low, num_codes in ((-127, 255), (-3, 8), (0, 5), (100, 2))[number % 2 :: 2]:
+                tables = flat_tables(low, num_codes)
+                found, expected = (
+                    stages.encode_values(x, 480 * 7, grid, layout, tables)
+                    for stages in (error_bounded_of(x), reference)
+                )
+                assert found == expected and len(found) == -(-count // 480)
+                if None in found:
+                    continue
+                ys = [torch.empty_like(x), torch.empty_like(x)]
+                for stages, y in zip((error_bounded_of(x), reference), ys, strict=True):
+                    given = [(part, *numbers) for *numbers, part in found]
+                    assert stages.decode_values(given, 480 * 7, grid, layout, tables, y)
+                assert same(*ys)
+                finite = x.isfinite()
+                assert same(x[~finite], ys[0][~finite])
+                work = grid.step.dtype
+                _, _, _, limit = grid.of_values(480 * 7, count)
+                assert bool(((x.to(work) - ys[0].to(work)).abs() <= limit)[finite].all())
+
+
+def test_escapes_that_do_not_fit_their_codes_are_refused():
+    x = torch.randn(480, generator=torch.Generator().manual_seed(0))
+    one = torch.ones(1)
+    grid = Grid(one / 4, one * 4, one * 0, one / 8, 1 << 20, False)
+    layout, tables = Layout(1, 5, 20, 15), flat_tables(-7, 16)
+    ((num_escapes, num_missed, part),) = error_bounded_of(x).encode_values(x, 0, grid, layout, tables)
+    assert num_escapes > 2 and num_missed == 0
+    for stages in (error_bounded_of(x), reference):
+        for spoiled in (
+            (part[1:], num_escapes - 1, 0),
+            (part[:1] + part, num_escapes + 1, 0),
+            (part[1:2] + part[1:], num_escapes, 1),
+            (b"\0" + part[1:], num_escapes, 0),  # says of a value that it is kept beside the codes, where none is
+            (part[:-2], num_escapes, 0),
+            (part + part[-2:], num_escapes, 0),
+            (part[:-1], num_escapes, 0),
+            (part[: num_escapes + 3], num_escapes, 0),
+        ):
+            assert not stages.decode_values([spoiled], 0, grid, layout, tables, torch.empty_like(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_sixteen_bit_float_is_widened_and_rounded_as_torch_does(dtype):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
-    one = torch.ones(1)
+    one, layout = torch.ones(1), Layout(1, 256, 256, 1024)
     for scale in (1.0, 2.0**-20, 3e4):
         grid = Grid(one * scale, one / scale, one * 0, one * scale, 1 << 20, False)
         results = []
-        for stages in (reference, quantizer_of(x)):
-            codes, y = torch.empty(len(x), dtype=torch.uint8), torch.empty_like(x)
-            escapes, missed = stages.quantize(x, 0, grid, -127, 256, codes, len(x))
-            stages.dequantize(codes, escapes, 0, grid, -127, len(missed), y)
-            y[missed] = x[missed]
-            results.append((codes, missed, y.view(torch.int16)))
-        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+        for stages in (reference, error_bounded_of(x)):
+            codes = torch.empty((2, len(x) // 2), dtype=torch.uint8)
+            stages.quantize_runs(x, np.array([0, len(x) // 2]), grid, codes)
+            results.append(codes)
+        assert torch.equal(*results)
+        # Values in a range that has codes, in whole groups, also come back alike.
+        few = x[(x.abs() < 100 * scale) & x.isfinite()]
+        found = reference.encode_values(few, 0, grid, layout, flat_tables(-127, 255))
+        if None not in found:
+            ys = [torch.empty_like(few), torch.empty_like(few)]
+            for stages, y in zip((reference, error_bounded_of(x)), ys, strict=True):
+                given = [(part, *numbers) for *numbers, part in found]
+                assert stages.decode_values(given, 0, grid, layout, flat_tables(-127, 255), y)
+            assert same(*ys)
 
 
 def coded(count, seed, num_codes):
@@ -119,26 +163,25 @@ def test_the_twin_codes_bands_as_the_reference_does(shape, num_codes, memory_for
     assert all(
         np.array_equal(getattr(again, name), getattr(tables, name)) for name in ("levels", "contexts", "frequencies")
     )
-    whole = wide.astype(np.int64) - 127 - tables.low
-    whole[(whole < 0) | (whole >= len(tables.levels))] = 0
     # The last two groups, one of which may be cut short: the reference takes its time.
-    first = max((len(whole) - 1) // layout.group - 1, 0) * layout.group
-    values = torch.from_numpy(whole[first:].astype(np.uint8))
-    codes = torch.zeros(layout.coded(len(values)), dtype=torch.uint8)
-    codes[: len(values)] = values
-    payloads = coder_of(x).encode_bands(codes, len(values), layout, tables)
-    expected = reference.encode_bands(codes, len(values), layout, tables)
-    assert all(torch.equal(one, other) for one, other in zip(payloads, expected, strict=True))
-    assert sum(len(payload) for payload in payloads) <= 128 * len(payloads) + len(values)
-    for stages in (coder_of(x), reference):
-        found = torch.empty_like(values)
-        assert stages.decode_bands(payloads, layout, again, found) and torch.equal(found, values)
+    first = max((len(wide) - 1) // layout.group - 1, 0) * layout.group
+    values = torch.from_numpy(wide[first:].astype(np.float32)) - 128
+    one = torch.ones(1)
+    grid = Grid(one, one, one * 0, one / 2, 1 << 40, False)
+    stages = error_bounded_of(x)
+    parts = stages.encode_values(values, first, grid, layout, tables)
+    assert None not in parts and parts == reference.encode_values(values, first, grid, layout, tables)
+    assert sum(len(part) - num_escapes for num_escapes, _, part in parts) <= 128 * len(parts) + len(values)
+    found = torch.empty_like(values)
+    given = [(part, *numbers) for *numbers, part in parts]
+    for stages in (error_bounded_of(x), reference):
+        assert stages.decode_values(given, first, grid, layout, again, found) and torch.equal(found, values)
         if stages is reference and len(values) > 10000:
             continue  # which takes its time
-        for group, payload in enumerate(payloads):
-            for damaged in (payload[:-2], torch.cat([payload, payload[:2]]), payload[:3], payload[:-1]):
-                spoiled = [*payloads[:group], damaged, *payloads[group + 1 :]]
-                assert not stages.decode_bands(spoiled, layout, again, found)
+        for group, (part, num_escapes, num_missed) in enumerate(given):
+            for damaged in (part[:-2], part + part[-2:], part[: num_escapes + 3], part[:-1]):
+                spoiled = [*given[:group], (damaged, num_escapes, num_missed), *given[group + 1 :]]
+                assert not stages.decode_values(spoiled, first, grid, layout, again, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
