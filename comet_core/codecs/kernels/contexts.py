@@ -112,12 +112,12 @@ class Tables:
         sizes = (num_codes, num_pairs, 2 * num_codes * num_tables)
         if not (0 < num_levels <= NO_LEVEL and num_tables > 0 and len(data) == _HEADER.size + sum(sizes)):
             raise DamagedRecord(f"its tables have {len(data)} bytes")
-        levels, pairs, frequencies = np.split(np.frombuffer(data, np.uint8, offset=_HEADER.size), np.cumsum(sizes[:-1]))
+        bytes_of = np.frombuffer(data, np.uint8, offset=_HEADER.size)
+        levels, pairs = bytes_of[:num_codes], bytes_of[num_codes : num_codes + num_pairs]
+        table = bytes_of[num_codes + num_pairs :].copy().view("<u2").reshape(num_tables, num_codes)
         contexts = np.zeros(256, np.uint8)
         contexts[_pairs(num_levels)] = pairs
-        table = np.frombuffer(frequencies.tobytes(), "<u2").reshape(num_tables, num_codes).astype(np.uint16)
-        sums = table.astype(np.int64).sum(1)
-        if levels.max() >= num_levels or pairs.max() >= num_tables or table.min() < 1 or (sums != SLOTS).any():
+        if levels.max() >= num_levels or pairs.max() >= num_tables or table.min() < 1 or (table.sum(1) != SLOTS).any():
             raise DamagedRecord("its tables do not belong together")
         return Tables(low, levels, contexts, table)
 
@@ -131,13 +131,21 @@ class Tables:
     @cached_property
     def for_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """context_of (256,) and slots (K * SLOTS,) uint32 for `decode_steps`."""
-        num_tables, num_codes = self.frequencies.shape
-        counts = self.frequencies.ravel().astype(np.int64)
-        codes = np.arange(num_codes, dtype=np.uint32) | self.levels.astype(np.uint32) << 8
-        entries = np.tile(codes, num_tables) | self.frequencies.ravel().astype(np.uint32) << 22
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        slots = np.repeat(entries, counts) | (np.arange(len(first)) - first).astype(np.uint32) << 12
-        return self.contexts.astype(np.uint32) * np.uint32(SLOTS), slots
+        return self.contexts.astype(np.uint32) * np.uint32(SLOTS), _slots_for_decoding(self.frequencies, self.levels)
+
+
+@compiled
+def _slots_for_decoding(frequencies: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    slots = np.empty(len(frequencies) * SLOTS, np.uint32)
+    at: Any = 0
+    for table in range(len(frequencies)):
+        for code in range(len(levels)):
+            frequency = np.int64(frequencies[table, code])
+            entry = frequency << 22 | np.int64(levels[code]) << 8 | code
+            for place in range(frequency):
+                slots[at + place] = entry | place << 12
+            at += frequency
+    return slots
 
 
 def _pairs(num_levels: int) -> np.ndarray:
@@ -165,62 +173,79 @@ def tables_of(sample: np.ndarray, layout: Layout, num_values: int) -> Tables | N
 
     None where so many do not fit that the codes do not pay.
     """
-    counts = np.zeros(256, np.int64)
-    _count(sample.ravel(), counts)
+    restart = min(layout.restart, sample.shape[1])
+    first, levels, contexts, sums = _chosen(sample, layout.left, layout.up, restart, num_values, _X_LOG_X)
+    return Tables(first - 128, levels, contexts, _frequencies(sums)) if first else None
+
+
+@compiled
+def _chosen(
+    sample: np.ndarray, left: int, up: int, restart: int, num_values: int, x_log_x: np.ndarray
+) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """The first value of the sample with a code of its own (0: codes do not pay), levels, contexts, counts (K, A)."""
+    counts = _count(sample.ravel())
     total = sample.size
     # A code takes at least one slot in each table, which is what it costs not to be an escape.
     first, last = _most_gain(counts[1:] * _ESCAPE_BITS - total / (SLOTS * np.log(2)))
-    if first < 0:
-        return None
     first, last = first + 1, last + 1
-    counts = np.append(total - int(counts[first : last + 1].sum()), counts[first : last + 1])
-    if counts[0] > total // 16:
-        return None
+    counts = counts[first - 1 : last + 1].copy()
+    counts[0] = total - counts[1:].sum()
+    num_codes = len(counts)
+    contexts = np.zeros(256, np.uint8)
+    if first == 0 or counts[0] > total // 16:
+        return 0, contexts, contexts, np.zeros((1, 1), np.int64)
     levels = _levels_of(counts, _NUM_LEVELS)
-    pairs = np.zeros((256, len(counts)), np.int64)
-    _count_pairs(sample, first, levels, layout.left, layout.up, min(layout.restart, sample.shape[1]), pairs)
-    used = np.flatnonzero(pairs.sum(1))
-    scale = num_values / total
-    table_of = _merge(_binned(pairs[used], counts), _X_LOG_X, 16 * len(counts) / scale, _MOST_CONTEXTS)
-    num_tables = int(table_of.max()) + 1
-    sums = np.zeros((num_tables, len(counts)), np.int64)
-    np.add.at(sums, table_of, pairs[used])
-    contexts = np.full(256, table_of[int(pairs[used].sum(1).argmax())], np.uint8)
-    contexts[used] = table_of
-    if len(counts) <= NO_LEVEL:
+    pairs = _count_pairs(sample, first, levels, left, up, restart)
+    of_context = pairs.sum(1)
+    used = np.flatnonzero(of_context)
+    # Comparing contexts takes no more detail than some neighbouring codes together.
+    bins = _levels_of(counts, _MOST_BINS)
+    binned = np.zeros((len(used), bins.max() + 1), np.int64)
+    for place in range(len(used)):
+        for code in range(num_codes):
+            binned[place, bins[code]] += pairs[used[place], code]
+    table_of = _merge(binned, x_log_x, 16 * num_codes * total / num_values, _MOST_CONTEXTS)
+    sums = np.zeros((table_of.max() + 1, num_codes), np.int64)
+    contexts[:] = table_of[of_context[used].argmax()]
+    for place in range(len(used)):
+        contexts[used[place]] = table_of[place]
+        sums[table_of[place]] += pairs[used[place]]
+    if num_codes <= NO_LEVEL:
         # With a level of its own for each code nobody has to look levels up.
-        of_code = [*levels.tolist(), *[0] * (NO_LEVEL - len(levels)), NO_LEVEL]
-        contexts = np.ascontiguousarray(contexts.reshape(16, 16)[np.ix_(of_code, of_code)]).ravel()
-        levels = np.arange(len(counts), dtype=np.uint8)
-    occurring = _pairs(int(levels.max()) + 1)
-    of_occurring = np.zeros(256, np.uint8)
-    of_occurring[occurring] = contexts[occurring]
-    return Tables(first - 128, levels, of_occurring, _frequencies(sums))
+        of_level = contexts.copy()
+        own = np.full(16, NO_LEVEL, np.uint8)
+        own[:NO_LEVEL] = 0
+        own[:num_codes] = levels
+        for pair in range(256):
+            contexts[pair] = of_level[16 * own[pair >> 4] + own[pair & 15]]
+        levels = np.arange(num_codes).astype(np.uint8)
+    num_levels = levels.max() + 1
+    for pair in range(256):  # what does not occur has the table 0, as it has after unpacking
+        if num_levels <= pair >> 4 < NO_LEVEL or num_levels <= pair & 15 < NO_LEVEL:
+            contexts[pair] = 0
+    return first, levels, contexts, sums
 
 
+@compiled
 def _levels_of(counts: np.ndarray, most: int) -> np.ndarray:
     """(A,) uint8, below `most`: neighbouring codes share a level, in shares of like weight.
 
     The square root of the counts favours rare codes.
     """
+    levels = np.zeros(len(counts), np.uint8)
     if len(counts) - 1 <= most:
-        levels = np.maximum(np.arange(len(counts)) - 1, 0)
+        levels[1:] = np.arange(len(counts) - 1)
     else:
         weight = np.sqrt(counts)
-        middle = np.cumsum(weight) - weight / 2
-        _, levels = np.unique((middle / weight.sum() * most).astype(np.int64), return_inverse=True)
-    levels = levels.astype(np.uint8)
-    levels[0] = levels[int(counts.argmax())]  # what is kept elsewhere says nothing: take it for the most frequent one
+        whole, below, level, share_before = weight.sum(), 0.0, -1, -1.0
+        for code in range(len(counts)):
+            share = np.floor((below + weight[code] / 2) / whole * most)
+            level += share > share_before
+            levels[code] = level
+            below += weight[code]
+            share_before = share
+    levels[0] = levels[counts.argmax()]  # what is kept elsewhere says nothing: take it for the most frequent one
     return levels
-
-
-def _binned(pairs: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The counts of contexts (n, A) with neighbouring codes put together: comparing contexts takes no more detail."""
-    if len(counts) <= _MOST_BINS:
-        return pairs
-    bins = _levels_of(counts, _MOST_BINS)
-    one_hot = (bins[:, None] == np.arange(_MOST_BINS)).astype(np.float64)
-    return (pairs.astype(np.float64) @ one_hot).astype(np.int64)
 
 
 @compiled
@@ -245,16 +270,17 @@ def _frequencies(sums: np.ndarray) -> np.ndarray:
 
 
 @compiled
-def _count(sample: np.ndarray, counts: np.ndarray) -> None:
+def _count(sample: np.ndarray) -> np.ndarray:
+    """(256,) int64: how often each code occurs."""
     # In four places, since most codes are equal and one place would be waited for.
-    parts = np.zeros((4, len(counts)), np.int64)
+    parts = np.zeros((4, 256), np.int64)
     whole = len(sample) // 4 * 4
     for t in range(0, whole, 4):
         for place in range(4):
             parts[place, sample[t + place]] += 1
     for t in range(whole, len(sample)):
         parts[0, sample[t]] += 1
-    counts += parts.sum(0)
+    return parts.sum(0)
 
 
 @compiled
@@ -272,24 +298,37 @@ def _most_gain(gains: np.ndarray) -> tuple[int, int]:
 
 
 @compiled
-def _count_pairs(
-    sample: np.ndarray, first: int, levels: np.ndarray, left: int, up: int, restart: int, pairs: np.ndarray
-) -> None:
-    """pairs[16 * left level + upper level, code] += 1 for all values (runs, length), of which `first` has code 1."""
-    codes, of_codes = np.empty(sample.shape[1], np.uint8), np.empty(sample.shape[1], np.uint8)
+def _count_pairs(sample: np.ndarray, first: int, levels: np.ndarray, left: int, up: int, restart: int) -> np.ndarray:
+    """(256, A): how often each code occurs after 16 * left level + upper level; `first` in (runs, length) is code 1."""
+    num_runs, length = sample.shape
     num_codes = len(levels)
-    for values in sample:
-        for t in range(len(values)):
-            code = np.int64(values[t]) - first + 1
-            codes[t] = code if 0 < code < num_codes else 0
-        for t in range(len(values)):
+    shift, last = np.uint8(first - 1), np.uint8(num_codes - 1)
+    codes, of_codes, contexts = np.empty(length, np.uint8), np.empty(length, np.uint8), np.empty(length, np.uint8)
+    even, odd = np.zeros(256 * num_codes, np.int32), np.zeros(256 * num_codes, np.int32)  # for two places see _count
+    four = np.uint8(4)
+    for run in range(num_runs):
+        values = sample[run]
+        for t in range(length):
+            code = np.uint8(values[t] - shift)
+            codes[t] = code if code <= last and values[t] > shift else 0
+        for t in range(length):
             of_codes[t] = levels[codes[t]]
-        for start in range(0, len(values), up):
-            first_row = start % restart < up
-            for t in range(start, min(start + up, len(values))):
-                left_level = of_codes[t - left] if t - start >= left else NO_LEVEL
-                up_level = NO_LEVEL if first_row else of_codes[t - up]
-                pairs[16 * left_level + up_level, codes[t]] += 1
+        shifted = contexts[left:]
+        for t in range(len(shifted)):
+            shifted[t] = of_codes[t] << four
+        for row in range(0, length, up):
+            contexts[row : row + left] = NO_LEVEL << 4
+        for plane in range(0, length, restart):
+            contexts[plane : plane + up] |= np.uint8(NO_LEVEL)
+            below, above = contexts[plane + up : plane + restart], of_codes[plane : plane + restart]
+            for t in range(len(below)):
+                below[t] |= above[t]
+        for t in range(0, length - 1, 2):
+            even[np.uint32(contexts[t]) * np.uint32(num_codes) + codes[t]] += 1
+            odd[np.uint32(contexts[t + 1]) * np.uint32(num_codes) + codes[t + 1]] += 1
+        if length % 2:
+            even[np.uint32(contexts[length - 1]) * np.uint32(num_codes) + codes[length - 1]] += 1
+    return (even + odd).astype(np.int64).reshape(256, num_codes)
 
 
 _X_LOG_X = np.arange(1 << 18) * np.log2(np.maximum(np.arange(1 << 18), 1))  # no sample has more values
