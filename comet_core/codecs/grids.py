@@ -16,6 +16,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MIDDLE_PLANES, _MIDDLE_VALUES = 8, 64
 
 
+@np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
 def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
     """The quantiser's grid; None where storage has to be lossless."""
     num_channels, inner = _channels(dense, bound)
@@ -27,12 +28,11 @@ def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
     huge = torch.finfo(dense.dtype).max / 8
     if bound.kind == "range_rel" or bool((absolute > huge).any()):
         low, high = (extreme.numpy() for extreme in finite_range(dense, num_channels, inner))
-        with np.errstate(invalid="ignore", over="ignore"):
-            if bound.kind == "range_rel":
-                extent = high - low
-                extent = np.where(np.isinf(extent), absolute * high - absolute * low, absolute * extent)
-                absolute = np.where(np.isnan(extent), 0, extent)  # an infinite bound times no range
-            largest = np.maximum(np.abs(low), np.abs(high)) * (0.5 + 2.0**-20)  # such that the largest is within a step
+        if bound.kind == "range_rel":
+            extent = high - low
+            extent = np.where(np.isinf(extent), absolute * high - absolute * low, absolute * extent)
+            absolute = np.where(np.isnan(extent), 0, extent)  # an infinite bound times no range
+        largest = np.maximum(np.abs(low), np.abs(high)) * (0.5 + 2.0**-20)  # such that the largest is within a step
         absolute = np.where(absolute > huge, np.minimum(absolute, largest), absolute)
 
     # A little less than twice the bound: the levels are rounded, and values half-way between two must still fit.
@@ -58,8 +58,7 @@ def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
 
 
 def _rounded_down(values: np.ndarray, dtype: Any) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        rounded = values.astype(dtype)
+    rounded = values.astype(dtype)
     return np.where(rounded > values, np.nextafter(rounded, dtype(0)), rounded)
 
 

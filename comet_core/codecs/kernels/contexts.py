@@ -302,15 +302,15 @@ def _count_pairs(sample: np.ndarray, first: int, levels: np.ndarray, left: int, 
     """(256, A): how often each code occurs after 16 * left level + upper level; `first` in (runs, length) is code 1."""
     num_runs, length = sample.shape
     num_codes = len(levels)
-    shift, last = np.uint8(first - 1), np.uint8(num_codes - 1)
+    before = np.int32(first - 1)
     codes, of_codes, contexts = np.empty(length, np.uint8), np.empty(length, np.uint8), np.empty(length, np.uint8)
     even, odd = np.zeros(256 * num_codes, np.int32), np.zeros(256 * num_codes, np.int32)  # for two places see _count
     four = np.uint8(4)
     for run in range(num_runs):
         values = sample[run]
         for t in range(length):
-            code = np.uint8(values[t] - shift)
-            codes[t] = code if code <= last and values[t] > shift else 0
+            code = np.int32(values[t]) - before
+            codes[t] = code if 0 < code < num_codes else 0
         for t in range(length):
             of_codes[t] = levels[codes[t]]
         shifted = contexts[left:]
