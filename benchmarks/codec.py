@@ -13,9 +13,10 @@ whichever stores a tensor smallest. zfp: fixed accuracy; it keeps well within it
 and its Python interface knows one thread. Neither has bounds a channel, so for batch norms both get the tensor less its
 channel's mean and divided by its standard deviation, with one bound; that step is not in their times.
 
-Ours has two arms. `error_bounded` promises the bound, as the peers do. `error_bounded, with signs` also keeps zeros and
-signs, as training asks for inputs behind a ReLU, and is measured on those; its entropies are those of such codes. The
-comparison with SZ3 in that arm is of two different promises.
+Ours has three arms. `error_bounded` promises the bound, as the peers do. `error_bounded, with signs` also keeps zeros
+and signs, as training asks for inputs behind a ReLU, and is measured on those; its entropies are those of such codes.
+`error_bounded, dithered` makes errors uniform and independent of the values, and keeps zeros; its bits stand beside the
+entropies of plain codes. The comparison with SZ3 in the last two arms is of different promises.
 
 Every result is held against its bound in float64: ours must have none beyond it, those of peers are counted.
 Writes benchmarks/results/<name>.json after each tensor and prints the summary as a table.
@@ -47,7 +48,12 @@ from comet_core.tensor_sources import MOMENTUM_FRACTION, NORM_STD_FRACTION, capt
 from comet_core.trainer import environment
 
 PROJECT = Path(__file__).resolve().parent.parent
-OURS = {"error_bounded": False, "error_bounded, with signs": True}  # arm -> whether zeros and signs are kept
+OURS = {
+    "error_bounded": (get_codec("error_bounded"), False),
+    "error_bounded, with signs": (get_codec("error_bounded"), True),
+    "error_bounded, dithered": (get_codec("error_bounded", dither=True), False),
+}
+"""Arm -> its codec, and whether zeros and signs are kept."""
 BATCHES = {"resnet20": 128, "resnet18": 64}
 MULTIPLES = (1, 4, 13)
 SZ3_ALGORITHMS = ("LORENZO_REG", "INTERP_LORENZO", "NOPRED")
@@ -145,8 +151,8 @@ def measured(
     given, unit = for_peers(x, entry)
     for multiple in MULTIPLES:
         bound = bound_of(entry, multiple)
-        arms = {name: codec_arm(get_codec("error_bounded"), bound, signs)
-                for name, signs in OURS.items() if entry["sign_exact"] or not signs}  # fmt: skip
+        arms = {name: codec_arm(codec, bound, signs)
+                for name, (codec, signs) in OURS.items() if entry["sign_exact"] or not signs}  # fmt: skip
         arms |= {name: make(unit * multiple) for name, make in peers.items()}
         tensors = {name: x if name in OURS else given for name in arms}
         limits = {name: absolute_bound(x, bound) if name in OURS else torch.tensor(unit * multiple, dtype=torch.float64)
@@ -157,7 +163,8 @@ def measured(
             figures = {key: value for key, value in figures.items() if not key.startswith("histogram")}
             assert name not in OURS or not figures["num_over_bound"], f"{name} broke its bound on {entry['name']}"
             about = {"multiple": multiple, "error_bound": float(limits[name].mean()), "arm": name}
-            yield {**about, **of_codes[OURS.get(name, False)], **figures}
+            _, signs = OURS.get(name, (None, False))
+            yield {**about, **of_codes[signs], **figures}
 
 
 def summary_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ def random_codec(rng: random.Random, name: str) -> Codec:
     if name == "window_index":
         return get_codec(name, **POOLING)
     params: dict[str, dict[str, Any]] = {
+        "error_bounded": {"dither": rng.random() < 0.3},
         "group_quantized": {"num_bits": rng.choice((2, 4, 8))},
         "cast": {"dtype": rng.choice(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"))},
         "dct": {"quality": rng.randint(1, 100)},

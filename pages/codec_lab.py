@@ -35,7 +35,10 @@ KINDS = {
 }  # fmt: skip
 DEFAULT_CODECS = ["error_bounded", "group_quantized", "dct", "cast", "lossless"]
 UPLOAD_HELP = "A float tensor of up to 512 MB: .npy, or .safetensors with the tensor's name below. Pickles are refused."
-CODEC_HELP = "Parameters go behind the name, for example cast:dtype=float16 or group_quantized:num_bits=4."
+CODEC_HELP = (
+    "Parameters go behind the name, for example cast:dtype=float16, group_quantized:num_bits=4 or, for errors that do "
+    "not follow the values, error_bounded:dither=1."
+)
 # Column -> its label, format and help
 COLUMNS = {
     "codec": ("Codec", "", None),

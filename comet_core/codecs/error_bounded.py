@@ -15,10 +15,13 @@ The quantiser is defined in `kernels/reference.py`. Sources: the check and the v
 al. 2025); the quantiser that of cuSZ (Tian et al. 2020), with a zero of its own for the sign of ReLU results.
 """
 
+import dataclasses
 import math
+import zlib
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +54,7 @@ class _Meta:
 
     inner: int
     sign_exact: bool
+    key: int | None
     layout: Layout
     num_escapes: tuple[int, ...]
     num_missed: tuple[int, ...]
@@ -60,17 +64,34 @@ class ErrorBoundedCodec(Codec):
     """Every finite value within the bound; see `ErrorBound` for its kinds and `Codec` for the rest.
 
     `sign_exact` keeps zeros apart from non-zeros and the sign of these, so that decoded > 0 is the mask of a ReLU.
+
+    With `dither` errors are uniform within the bound and independent of the values (`kernels/reference.py` says which
+    values near zero are excepted), instead of a function of them; zeros stay zero. It costs ratio at coarse bounds. The
+    noise is a hash of `seed` (0 to 2**32 - 1), of the tensor's own values and of the index: the same tensor gives the
+    same record, and another one other noise. Raises ValueError for another `dither` or seed.
     """
 
     name = "error_bounded"
     guarantee = "bounded"
+
+    def __init__(self, dither: bool = False, seed: int = 0) -> None:
+        if dither not in (False, True):
+            raise ValueError(f"dither is {dither!r}; allowed: True (or 1), False (or 0).")
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+            raise ValueError(f"seed is {seed!r}; allowed: whole numbers from 0 to 2**32 - 1.")
+        self.dither, self.seed = bool(dither), seed
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense, checked = dense_of(tensor), as_error_bound(bound)
         grid = grid_of(dense, checked, sign_exact)
         if grid is not None:
             layout = layout_of(dense)
-            tables = _tables(flat_of(dense), grid, layout)
+            if self.dither:
+                grid = dataclasses.replace(grid, key=self.seed)
+            sample = _sample(flat_of(dense), grid, layout)
+            if self.dither:
+                grid = dataclasses.replace(grid, key=zlib.crc32(sample.tobytes(), self.seed))
+            tables = tables_of(sample, layout, dense.numel())
             encoded = (
                 self._encode_finely(dense, checked, grid, sign_exact)
                 if tables is None
@@ -89,7 +110,7 @@ class ErrorBoundedCodec(Codec):
             threaded=_threaded(dense),
         )
         num_escapes, num_missed, parts = zip(*(group for task in found for group in task), strict=True)
-        meta = _Meta(grid.inner, grid.sign_exact, layout, num_escapes, num_missed)
+        meta = _Meta(grid.inner, grid.sign_exact, grid.key, layout, num_escapes, num_missed)
         return self.record(dense, (torch.stack((grid.step, grid.offset)), tables.pack(), *parts), meta)
 
     def _encode_finely(self, dense: Tensor, bound: ErrorBound, grid: Grid, sign_exact: bool) -> Encoded | None:
@@ -159,6 +180,8 @@ def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]
     whole = (meta.inner, layout.left, layout.up, layout.restart, layout.band)
     if not all(isinstance(number, int) and 0 < number < 2**48 for number in whole) or layout.group >= 2**31:
         raise DamagedRecord(f"its layout is {layout}, with {meta.inner} neighbours of a channel")
+    if meta.key is not None and not (isinstance(meta.key, int) and 0 <= meta.key < 1 << 32):
+        raise DamagedRecord(f"its key of the dither is {meta.key!r}")
     num_groups = -(-num_values // layout.group)
     check_num_parts(encoded, 2 + num_groups)
     if not len(meta.num_escapes) == len(meta.num_missed) == num_groups:
@@ -178,16 +201,16 @@ def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]
         least_bytes = num_escapes + num_missed * encoded.dtype.itemsize + 4  # the state of one band
         if min(num_escapes, num_missed) < 0 or least_bytes > len(part):
             raise DamagedRecord(f"a part of {len(part)} bytes cannot hold {num_escapes} and {num_missed} values")
-    return Grid(step, step, offset, step, meta.inner, meta.sign_exact), Tables.unpack(packed), tuple(parts)
+    return Grid(step, step, offset, step, meta.inner, meta.sign_exact, meta.key), Tables.unpack(packed), tuple(parts)
 
 
 def _threaded(x: Tensor) -> bool:
     return x.device.type == "cpu" and error_bounded_of(x) is not reference
 
 
-def _tables(flat: Tensor, grid: Grid, layout: Layout) -> Tables | None:
-    """The tables for a tensor's codes, from a sample; None where codes of a byte do not pay."""
+def _sample(flat: Tensor, grid: Grid, layout: Layout) -> np.ndarray:
+    """(runs, length) uint8: q + 128, or 0, of some of a tensor's values."""
     starts, length = sample_starts(len(flat), layout)
     codes = torch.empty((len(starts), length), dtype=torch.uint8, device=flat.device)
     error_bounded_of(flat).quantize_runs(flat, starts, grid, codes)
-    return tables_of(codes.cpu().numpy(), layout, len(flat))
+    return np.asarray(codes.cpu().numpy())

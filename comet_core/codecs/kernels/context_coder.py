@@ -27,7 +27,7 @@ from torch import Tensor
 from comet_core.codecs.kernels.chunks import scratch
 from comet_core.codecs.kernels.compiled import compiled, inlined
 from comet_core.codecs.kernels.contexts import LANES, NO_LEVEL, START, Layout, Tables
-from comet_core.codecs.kernels.quantizer import array_of, dequantize_groups, quantize_groups, quantize_runs
+from comet_core.codecs.kernels.quantizer import array_of, dequantize_groups, key_of, quantize_groups, quantize_runs
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.kernels.vectors import (
     append,
@@ -282,8 +282,8 @@ def encode_values(
     counts = np.empty((num_groups, 2), np.int64)
     entries = (entry.numpy() for entry in (grid.step, grid.inverse, grid.offset, grid.limit))
     quantize_groups(
-        array, start, group, *entries, grid.inner, grid.sign_exact, tables.low + 127, codes, escapes, missed,
-        len(tables.levels), counts,
+        array, start, group, *entries, grid.inner, grid.sign_exact, key_of(grid), tables.low + 127, codes, escapes,
+        missed, len(tables.levels), counts,
     )  # fmt: skip
     num_bands, band, offsets, lengths = _bands(len(x), layout)
     of_step = levels = scratch("of_step", _WIDTH * (band + 3))
@@ -338,7 +338,7 @@ def decode_values(
     missed = np.empty(counts[:, 1].sum(), np.int32)
     if not dequantize_groups(
         codes, np.concatenate(escapes), start, group, grid.step.numpy(), grid.offset.numpy(), grid.inner,
-        grid.sign_exact, tables.low + 127, counts, missed, array,
+        grid.sign_exact, key_of(grid), tables.low + 127, counts, missed, array,
     ):  # fmt: skip
         return False
     if len(missed):

@@ -133,7 +133,8 @@ def fill_positive(bits: Tensor, value: Tensor, out: Tensor) -> None:
 
 
 @compiled
-def _mixed(h: Any) -> Any:
+def mixed(h: Any) -> Any:
+    """Twin of reference.mixed, for one np.uint32."""
     h = np.uint32(h ^ (h >> np.uint32(16)))
     h = np.uint32(h * np.uint32(0x85EBCA6B))
     h = np.uint32(h ^ (h >> np.uint32(13)))
@@ -159,7 +160,7 @@ def _encode_groups(
     offsets = np.arange(1, GROUP_VALUES + 1).astype(np.uint32) * golden
     noise, codes = np.zeros(GROUP_VALUES, np.float64), np.zeros(GROUP_VALUES, np.uint8)
     per_byte = 8 // bits
-    seed_key = _mixed(np.uint32(seed))
+    seed_key = mixed(np.uint32(seed))
     for group in range(len(low)):
         values = x[group * GROUP_VALUES : (group + 1) * GROUP_VALUES]
         count = len(values)
@@ -192,9 +193,9 @@ def _encode_groups(
         checksum = np.uint32(0)
         for j in range(GROUP_VALUES):
             checksum = np.uint32(checksum + singles_bits[j])
-        key = _mixed(checksum ^ _mixed(np.uint32(first_group + group) ^ seed_key))
+        key = mixed(checksum ^ mixed(np.uint32(first_group + group) ^ seed_key))
         for j in range(GROUP_VALUES):
-            noise[j] = np.float64(_mixed(np.uint32(key + offsets[j]))) / 4294967296.0
+            noise[j] = np.float64(mixed(np.uint32(key + offsets[j]))) / 4294967296.0
         for j in range(GROUP_VALUES):
             q = np.floor((sizes[j] - smallest) / divisor + noise[j])
             q = q if q < num_steps else num_steps

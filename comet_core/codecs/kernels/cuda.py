@@ -75,7 +75,7 @@ def decode_values(
         return False
     _launch(
         f"dequantize_{_NAMES[out.dtype]}", -(-len(out) // _BLOCK), _BLOCK, wide, len(out), start, grid.step,
-        grid.offset, len(grid.step), grid.inner, int(grid.sign_exact), out,
+        grid.offset, len(grid.step), grid.inner, int(grid.sign_exact), -1 if grid.key is None else grid.key, out,
     )  # fmt: skip
     out[missed] = exact.view(out.dtype)
     return True
@@ -143,7 +143,8 @@ def _wide_codes(x: Tensor, start: int, grid: Grid) -> Tensor:
     wide = torch.empty(len(x), dtype=torch.uint8, device=x.device)
     _launch(
         f"quantize_{_NAMES[x.dtype]}", -(-len(x) // _BLOCK), _BLOCK, x, len(x), start, grid.step, grid.inverse,
-        grid.offset, grid.limit, len(grid.step), grid.inner, int(grid.sign_exact), wide,
+        grid.offset, grid.limit, len(grid.step), grid.inner, int(grid.sign_exact),
+        -1 if grid.key is None else grid.key, wide,
     )  # fmt: skip
     return wide
 

@@ -120,9 +120,26 @@ static ON_LANE double above(double x) { return ceil(x); }
 
 // ---- quantiser
 
-// The value that q stands for.
+// The dither of a flat index.
 template <typename Work>
-static ON_LANE Work level(Work q, Work step, Work offset, bool sign_exact) {
+static ON_LANE Work noise_of(i64 key, i64 index) {
+    u32 h = (u32)index ^ (u32)key;
+    h = (h ^ h >> 16) * 0x85EBCA6Bu;
+    h = (h ^ h >> 13) * 0xC2B2AE35u;
+    h ^= h >> 16;
+    return (Work)(int)(h >> 8) * (Work)5.9604644775390625e-8 - (Work)0.5;
+}
+
+// The value that q stands for; without dither the key is negative.
+template <typename Work>
+static ON_LANE Work level(Work q, Work step, Work offset, bool sign_exact, i64 key, i64 index) {
+    if (key >= 0) {
+        if (q == 0) return 0;
+        Work noise = noise_of<Work>(key, index);
+        if (!sign_exact) return (q - (q > 0 ? 1 : 0) + offset - noise) * step;
+        Work place = size_of((size_of(q) - 1 - noise) * step);
+        return q < 0 ? -place : place;
+    }
     if (!sign_exact) return (q + offset) * step;
     if (q == 0) return 0;
     Work place = (2 * size_of(q) - 1) * (step * (Work)0.5);
@@ -133,11 +150,16 @@ static ON_LANE Work level(Work q, Work step, Work offset, bool sign_exact) {
 template <typename Type>
 static ON_LANE u8 wide_code(
     typename Type::Item item, typename Type::Work step, typename Type::Work inverse, typename Type::Work offset,
-    typename Type::Work limit, bool sign_exact
+    typename Type::Work limit, bool sign_exact, i64 key, i64 index
 ) {
     typedef typename Type::Work Work;
     Work x = Type::load(item), q;
-    if (sign_exact) {
+    if (key >= 0) {
+        if (x == 0) return 128;
+        Work k = nearest((sign_exact ? size_of(x) : x) * inverse + noise_of<Work>(key, index));
+        if (sign_exact) q = x < 0 ? -(k + 1) : k + 1;
+        else q = k - offset + (k >= offset ? 1 : 0);
+    } else if (sign_exact) {
         q = above(size_of(x) * inverse);
         if (q < 1 && x != 0) q = 1;  // a product may underflow, but a non-zero must not become zero
         if (x < 0) q = -q;
@@ -145,9 +167,9 @@ static ON_LANE u8 wide_code(
         q = nearest(x * inverse) - offset;
     }
     if (!(size_of(q) <= 127)) return 0;  // also for NaN
-    Work y = Type::load(Type::store(level(q, step, offset, sign_exact)));
+    Work y = Type::load(Type::store(level(q, step, offset, sign_exact, key, index)));
     if (!(size_of(x - y) <= limit)) return 0;
-    if (sign_exact && Type::flushes() && q != 0 && y == 0) return 0;
+    if (sign_exact && (Type::flushes() || key >= 0) && q != 0 && y == 0) return 0;
     return (u8)((int)q + 128);
 }
 
@@ -179,20 +201,22 @@ static ON_LANE i64 length_of(i64 band, i64 num_values, const Layout &layout) {
 #define QUANTIZER(NAME, TYPE)                                                                                          \
     extern "C" __global__ void quantize_##NAME(                                                                        \
         const TYPE::Item *x, i64 count, i64 start, const TYPE::Work *step, const TYPE::Work *inverse,                  \
-        const TYPE::Work *offset, const TYPE::Work *limit, i64 num_channels, i64 inner, i64 sign_exact, u8 *wide       \
+        const TYPE::Work *offset, const TYPE::Work *limit, i64 num_channels, i64 inner, i64 sign_exact, i64 key,       \
+        u8 *wide                                                                                                       \
     ) {                                                                                                                \
         for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {        \
             i64 c = num_channels == 1 ? 0 : (start + i) / inner % num_channels;                                        \
-            wide[i] = wide_code<TYPE>(x[i], step[c], inverse[c], offset[c], limit[c], sign_exact);                     \
+            wide[i] = wide_code<TYPE>(x[i], step[c], inverse[c], offset[c], limit[c], sign_exact, key, start + i);     \
         }                                                                                                              \
     }                                                                                                                  \
     extern "C" __global__ void dequantize_##NAME(                                                                      \
         const u8 *wide, i64 count, i64 start, const TYPE::Work *step, const TYPE::Work *offset, i64 num_channels,      \
-        i64 inner, i64 sign_exact, TYPE::Item *out                                                                     \
+        i64 inner, i64 sign_exact, i64 key, TYPE::Item *out                                                            \
     ) {                                                                                                                \
         for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {        \
             i64 c = num_channels == 1 ? 0 : (start + i) / inner % num_channels;                                        \
-            out[i] = TYPE::store(level<TYPE::Work>((int)wide[i] - 128, step[c], offset[c], sign_exact));               \
+            TYPE::Work q = (int)wide[i] - 128;                                                                         \
+            out[i] = TYPE::store(level<TYPE::Work>(q, step[c], offset[c], sign_exact, key, start + i));                \
         }                                                                                                              \
     }
 
@@ -269,16 +293,18 @@ extern "C" __global__ void decode_bands(
 
 #define HOST(NAME, TYPE)                                                                                               \
     extern "C" void quantize_##NAME(                                                                                   \
-        const TYPE::Item *x, i64 count, const TYPE::Work *grid, int sign_exact, u8 *wide                               \
+        const TYPE::Item *x, i64 count, i64 start, const TYPE::Work *grid, int sign_exact, i64 key, u8 *wide           \
     ) {                                                                                                                \
         for (i64 i = 0; i < count; i++)                                                                                \
-            wide[i] = wide_code<TYPE>(x[i], grid[0], grid[1], grid[2], grid[3], sign_exact);                           \
+            wide[i] = wide_code<TYPE>(x[i], grid[0], grid[1], grid[2], grid[3], sign_exact, key, start + i);           \
     }                                                                                                                  \
     extern "C" void dequantize_##NAME(                                                                                 \
-        const u8 *wide, i64 count, const TYPE::Work *grid, int sign_exact, TYPE::Item *out                             \
+        const u8 *wide, i64 count, i64 start, const TYPE::Work *grid, int sign_exact, i64 key, TYPE::Item *out         \
     ) {                                                                                                                \
-        for (i64 i = 0; i < count; i++)                                                                                \
-            out[i] = TYPE::store(level<TYPE::Work>((int)wide[i] - 128, grid[0], grid[2], sign_exact));                 \
+        for (i64 i = 0; i < count; i++) {                                                                              \
+            TYPE::Work q = (int)wide[i] - 128;                                                                         \
+            out[i] = TYPE::store(level<TYPE::Work>(q, grid[0], grid[2], sign_exact, key, start + i));                  \
+        }                                                                                                              \
     }
 
 HOST(float32, Float32)

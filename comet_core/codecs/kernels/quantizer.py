@@ -18,6 +18,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from comet_core.codecs.kernels.compiled import compiled
+from comet_core.codecs.kernels.cpu import mixed
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.kernels.vectors import intrinsic
 
@@ -191,21 +192,56 @@ def _quantize_block(
 
 
 @compiled
+def _fill_noise(key: int, start: int, noise: np.ndarray) -> None:
+    """noise[j] = the dither of flat index start + j."""
+    work = noise.dtype.type
+    first, mask = np.uint32(start), np.uint32(key)
+    for j in range(len(noise)):
+        h = mixed(np.uint32(np.uint32(first + np.uint32(j)) ^ mask))
+        noise[j] = work(np.int32(h >> np.uint32(8))) * work(2.0**-24) - work(0.5)
+
+
+@compiled
+def _quantize_dithered(
+    x: np.ndarray, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray, noise: np.ndarray,
+    sign_exact: bool, wide: np.ndarray,
+) -> None:  # fmt: skip
+    """`_quantize_block` with dither."""
+    work = step.dtype.type
+    zero, one, most = work(0), work(1), work(127)
+    for j in range(len(x)):
+        value = _value(x, j)
+        size = abs(value) if sign_exact else value
+        k = np.rint(size * inverse[j] + noise[j])
+        q = k + one if sign_exact else k - offset[j] + (one if k >= offset[j] else zero)
+        q = q if abs(q) <= most else zero
+        place = (q - one if sign_exact else q - (one if q > zero else zero) + offset[j]) - noise[j]
+        place = abs(place * step[j]) if sign_exact else place * step[j]
+        y = _rounded_not_to_zero(place, x) if sign_exact else _rounded(place, x)
+        # What is missed has q = 0, and so has zero.
+        good = q != zero and abs(size - y) <= limit[j] and (y > zero or not sign_exact)
+        code = np.int32(-q if sign_exact and value < zero else q) + 128
+        wide[j] = 128 if value == zero else code if good else 0
+
+
+@compiled
 def _quantize(
     x: np.ndarray, start: int, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray, inner: int,
-    sign_exact: bool, skipped: int, num_codes: int, codes: np.ndarray, escapes: np.ndarray, missed: np.ndarray,
+    sign_exact: bool, key: int, skipped: int, num_codes: int, codes: np.ndarray, escapes: np.ndarray,
+    missed: np.ndarray,
 ) -> tuple[int, int]:  # fmt: skip
     """Fill codes, escapes and missed (indices into x); the numbers of the latter, or -1 where there is no room."""
     work = step.dtype.type
     steps, inverses = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
     offsets, limits = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
+    noise = np.empty(_BLOCK, step.dtype)
     wide = np.empty(_BLOCK, np.int32)
     num_escapes, num_missed = 0, 0
     shift, last = np.uint8(skipped), np.uint8(num_codes - 1)
     for first in range(0, len(x), _BLOCK):
         values = x[first : first + _BLOCK]
         count = len(values)
-        channel = _one_channel(start + first, count, inner, len(step))
+        channel = -1 if key >= 0 else _one_channel(start + first, count, inner, len(step))
         if channel >= 0:
             _quantize_block(
                 values, step[channel], inverse[channel], offset[channel], limit[channel], sign_exact, work, wide
@@ -215,7 +251,11 @@ def _quantize(
             _fill_block(inverse, start + first, count, inner, inverses)
             _fill_block(offset, start + first, count, inner, offsets)
             _fill_block(limit, start + first, count, inner, limits)
-            _quantize_block(values, steps, inverses, offsets, limits, sign_exact, work, wide)
+            if key >= 0:
+                _fill_noise(key, start + first, noise)
+                _quantize_dithered(values, steps, inverses, offsets, limits, noise, sign_exact, wide)
+            else:
+                _quantize_block(values, steps, inverses, offsets, limits, sign_exact, work, wide)
         of_block = codes[first : first + count]
         smallest = np.uint8(255)
         for j in range(count):
@@ -252,13 +292,29 @@ def _level_block(wide: np.ndarray, step: Any, offset: Any, sign_exact: bool, wor
 
 
 @compiled
+def _level_dithered(
+    wide: np.ndarray, step: np.ndarray, offset: np.ndarray, noise: np.ndarray, sign_exact: bool, out: np.ndarray
+) -> None:
+    """`_level_block` with dither."""
+    work = step.dtype.type
+    zero, one = work(0), work(1)
+    for j in range(len(out)):
+        q = work(np.int32(wide[j]) - 128)
+        place = (abs(q) - one if sign_exact else q - (one if q > zero else zero) + offset[j]) - noise[j]
+        place = abs(place * step[j]) if sign_exact else place * step[j]
+        place = -place if sign_exact and q < zero else place
+        out[j] = _bits(zero if q == zero else place, out)
+
+
+@compiled
 def _dequantize(
     codes: np.ndarray, escapes: np.ndarray, start: int, step: np.ndarray, offset: np.ndarray, inner: int,
-    sign_exact: bool, skipped: int, missed: np.ndarray, out: np.ndarray,
+    sign_exact: bool, key: int, skipped: int, missed: np.ndarray, out: np.ndarray,
 ) -> int:  # fmt: skip
     """Fill out and missed (indices into out); the number of the latter, -1 where the escapes do not fit the codes."""
     work = step.dtype.type
     steps, offsets = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
+    noise = np.empty(_BLOCK, step.dtype)
     wide = np.empty(_BLOCK, np.uint8)
     num_escapes, num_missed = 0, 0
     shift = np.uint8(skipped)
@@ -282,20 +338,24 @@ def _dequantize(
                             return -1
                         missed[num_missed] = first + j
                         num_missed += 1
-        channel = _one_channel(start + first, count, inner, len(step))
+        channel = -1 if key >= 0 else _one_channel(start + first, count, inner, len(step))
         if channel >= 0:
             _level_block(wide, step[channel], offset[channel], sign_exact, work, values)
         else:
             _fill_block(step, start + first, count, inner, steps)
             _fill_block(offset, start + first, count, inner, offsets)
-            _level_block(wide, steps, offsets, sign_exact, work, values)
+            if key >= 0:
+                _fill_noise(key, start + first, noise)
+                _level_dithered(wide, steps, offsets, noise, sign_exact, values)
+            else:
+                _level_block(wide, steps, offsets, sign_exact, work, values)
     return num_missed if num_escapes == len(escapes) else -1
 
 
 @compiled
 def quantize_groups(
     x: np.ndarray, start: int, group: int, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray,
-    inner: int, sign_exact: bool, skipped: int, codes: np.ndarray, escapes: np.ndarray, missed: np.ndarray,
+    inner: int, sign_exact: bool, key: int, skipped: int, codes: np.ndarray, escapes: np.ndarray, missed: np.ndarray,
     num_codes: int, counts: np.ndarray,
 ) -> None:  # fmt: skip
     """Quantise group after group of x; a row of escapes and missed for each, and their numbers in counts (G, 2).
@@ -306,7 +366,7 @@ def quantize_groups(
         first = index * group
         values = x[first : first + group]
         counts[index] = _quantize(
-            values, start + first, step, inverse, offset, limit, inner, sign_exact, skipped, num_codes,
+            values, start + first, step, inverse, offset, limit, inner, sign_exact, key, skipped, num_codes,
             codes[first : first + group], escapes[index, : len(values) // 4], missed[index],
         )  # fmt: skip
         if counts[index, 0] < 0:
@@ -316,7 +376,7 @@ def quantize_groups(
 @compiled
 def dequantize_groups(
     codes: np.ndarray, escapes: np.ndarray, start: int, group: int, step: np.ndarray, offset: np.ndarray, inner: int,
-    sign_exact: bool, skipped: int, counts: np.ndarray, missed: np.ndarray, out: np.ndarray,
+    sign_exact: bool, key: int, skipped: int, counts: np.ndarray, missed: np.ndarray, out: np.ndarray,
 ) -> bool:  # fmt: skip
     """The inverse of quantize_groups, escapes and missed of all groups in a row; False where they do not fit.
 
@@ -328,7 +388,7 @@ def dequantize_groups(
         num_escapes, num_missed = counts[index]
         found = _dequantize(
             codes[first : first + group], escapes[first_escape : first_escape + num_escapes], start + first, step,
-            offset, inner, sign_exact, skipped, missed[first_missed : first_missed + num_missed],
+            offset, inner, sign_exact, key, skipped, missed[first_missed : first_missed + num_missed],
             out[first : first + group],
         )  # fmt: skip
         if found != num_missed:
@@ -341,22 +401,27 @@ def dequantize_groups(
 @compiled
 def _quantize_runs(
     x: np.ndarray, starts: np.ndarray, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray,
-    inner: int, sign_exact: bool, codes: np.ndarray,
+    inner: int, sign_exact: bool, key: int, codes: np.ndarray,
 ) -> None:  # fmt: skip
     length = codes.shape[1]
     escapes, missed = np.empty(length, np.uint8), np.empty(length, np.int32)
     for run in range(len(starts)):
         start = starts[run]
         _quantize(
-            x[start : start + length], start, step, inverse, offset, limit, inner, sign_exact, 0, 256, codes[run],
-            escapes, missed,
+            x[start : start + length], start, step, inverse, offset, limit, inner, sign_exact, key, 0, 256,
+            codes[run], escapes, missed,
         )  # fmt: skip
 
 
 def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
     """Twin of reference.quantize_runs."""
     entries = (entry.numpy() for entry in (grid.step, grid.inverse, grid.offset, grid.limit))
-    _quantize_runs(array_of(x), starts, *entries, grid.inner, grid.sign_exact, codes.numpy())
+    _quantize_runs(array_of(x), starts, *entries, grid.inner, grid.sign_exact, key_of(grid), codes.numpy())
+
+
+def key_of(grid: Grid) -> int:
+    """The key of the dither as the kernels take it, -1 for none."""
+    return -1 if grid.key is None else grid.key
 
 
 def array_of(x: Tensor) -> np.ndarray:

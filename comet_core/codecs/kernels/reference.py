@@ -12,6 +12,17 @@ arithmetic is in the working dtype (float64 for float64, else float32), r is 1 /
     sign exact (mid-rise     q = sign(x) * max(ceil(|x| * r), 1)     y = sign(q) * ((2 |q| - 1) * (s / 2))
     with a zero of its own)  q = 0 where x = 0                       y = 0 where q = 0
 
+Dithered, with d uniform in [-1/2, 1/2), a hash of a key and of the value's index, and a zero of its own in both:
+
+    plain                    k = rint(x * r + d) - o                 y = ((k + o) - d) * s
+                             q = k + 1 where k >= 0, else k
+    sign exact               k = rint(|x| * r + d)                   y = sign(q) * |(k - d) * s|
+                             q = sign(x) * (k + 1)
+
+The error of a plain value is then uniform and independent of the value: subtractive dither (Roberts 1962; Schuchman
+1964). So it is with the sign kept from |x| = s / 2 on; below, levels beyond zero are mirrored, since nothing else keeps
+both sign and bound.
+
 |q| must be at most 127, and |x - y| computed in the working dtype at most a limit that keeps the bound in exact
 arithmetic, for the y that the decoder returns, rounded to the tensor's dtype. What misses (so also NaN and infinities)
 is kept as it is.
@@ -45,6 +56,15 @@ class Grid:
     """(C,) a distance that is no larger, computed in the working dtype, keeps the bound in exact arithmetic."""
     inner: int
     sign_exact: bool
+    key: int | None = None
+    """Of the dither, 32 bits; None: rounding is plain."""
+
+    def noise(self, start: int, count: int) -> Tensor | None:
+        """(count,) in working dtype: the dither d of the values from flat index `start`, multiples of 2**-24."""
+        if self.key is None:
+            return None
+        index = torch.arange(start, start + count, device=self.step.device) & _UINT32
+        return (mixed(index ^ self.key) >> 8).to(self.step.dtype) * 2.0**-24 - 0.5
 
     def of_values(self, start: int, count: int) -> tuple[Tensor, ...]:
         """Step, inverse, offset and limit of `count` values from flat index `start`, to broadcast to (count,)."""
@@ -141,10 +161,11 @@ def quantize(
     """
     step, inverse, offset, limit = grid.of_values(start, len(x))
     values = x.to(step.dtype)
-    q = quantized(values, inverse, offset, grid.sign_exact)
+    noise = grid.noise(start, len(x))
+    q = quantized(values, inverse, offset, grid.sign_exact, noise)
     fits = q.abs() <= 127
     q = torch.where(fits, q, 0)
-    y = level(q, step, offset, grid.sign_exact).to(x.dtype).to(step.dtype)
+    y = level(q, step, offset, grid.sign_exact, noise).to(x.dtype).to(step.dtype)
     good = fits & ((values - y).abs() <= limit)
     if grid.sign_exact:
         good &= torch.sign(y) == torch.sign(values)
@@ -172,12 +193,16 @@ def dequantize(codes: Tensor, escapes: Tensor, start: int, grid: Grid, low: int,
     step, _, offset, _ = grid.of_values(start, len(out))
     wide = codes.to(torch.int16) + (low + 127)
     wide[escaped] = escapes.to(torch.int16)
-    out.copy_(level(wide.to(step.dtype) - 128, step, offset, grid.sign_exact))
+    out.copy_(level(wide.to(step.dtype) - 128, step, offset, grid.sign_exact, grid.noise(start, len(out))))
     return (wide == 0).nonzero()[:, 0].to(torch.int32)
 
 
-def quantized(x: Tensor, inverse: Tensor, offset: Tensor, sign_exact: bool) -> Tensor:
+def quantized(x: Tensor, inverse: Tensor, offset: Tensor, sign_exact: bool, noise: Tensor | None = None) -> Tensor:
     """The whole numbers q of values x, all in the working dtype; NaN and infinities stay such."""
+    if noise is not None:
+        k = torch.round((x.abs() if sign_exact else x) * inverse + noise)
+        q = torch.sign(x) * (k + 1) if sign_exact else k - offset + (k >= offset).to(k.dtype)
+        return torch.where(x == 0, 0, q)
     if sign_exact:
         magnitude = torch.ceil(x.abs() * inverse)
         # A product may underflow to 0; a non-zero must not become zero by that.
@@ -185,8 +210,14 @@ def quantized(x: Tensor, inverse: Tensor, offset: Tensor, sign_exact: bool) -> T
     return torch.round(x * inverse) - offset
 
 
-def level(q: Tensor, step: Tensor, offset: Tensor, sign_exact: bool) -> Tensor:
+def level(q: Tensor, step: Tensor, offset: Tensor, sign_exact: bool, noise: Tensor | None = None) -> Tensor:
     """The values that whole numbers q stand for, all in the working dtype."""
+    if noise is not None:
+        if sign_exact:
+            y = torch.sign(q) * ((q.abs() - 1 - noise) * step).abs()
+        else:
+            y = (q - (q > 0).to(q.dtype) + offset - noise) * step
+        return torch.where(q == 0, 0, y)
     if sign_exact:
         return torch.where(q == 0, 0, torch.sign(q) * ((2 * q.abs() - 1) * (step / 2)))
     return (q + offset) * step

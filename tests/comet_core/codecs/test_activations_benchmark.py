@@ -42,7 +42,7 @@ def test_the_best_sz3_is_what_ours_is_measured_against(x):
     summary = benchmark.summary_of(rows)
     with_signs = "error_bounded, with signs"
     assert {(entry["arm"], entry["num_tensors"]) for entry in summary} == {
-        ("error_bounded", 2), (with_signs, 1), ("SZ3, best of three", 2)
+        ("error_bounded", 2), (with_signs, 1), ("error_bounded, dithered", 2), ("SZ3, best of three", 2)
     }  # fmt: skip
     (entry,) = [e for e in summary if (e["multiple"], e["arm"]) == (13, with_signs)]
     (row,) = [r for r in rows if (r["layer"], r["multiple"], r["arm"]) == ("conv", 13, with_signs)]

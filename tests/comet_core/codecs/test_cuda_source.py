@@ -81,24 +81,27 @@ def values(dtype):
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("sign_exact", [False, True])
-def test_the_quantiser_of_a_thread_is_the_references(host, name, sign_exact):
+@pytest.mark.parametrize("key", [None, 0, 0xDEADBEEF])
+def test_the_quantiser_of_a_thread_is_the_references(host, name, sign_exact, key):
     dtype = DTYPES[name]
     work = torch.promote_types(dtype, torch.float32)
     for scale, offset, share in ((0.5, 3, 0.5), (0.013, 0, 0.5), (1e-6, -2, 0.3), (300.0, 1, 0.6)):
         offset = 0 if sign_exact else offset
         step, inverse, place, limit = torch.tensor([scale, 1 / scale, offset, scale * share]).to(work).split(1)
-        grid = Grid(step, inverse, place, limit, 1 << 40, sign_exact)
+        grid = Grid(step, inverse, place, limit, 1 << 40, sign_exact, key)
+        start, passed_key = ctypes.c_int64((1 << 32) - 99), ctypes.c_int64(-1 if key is None else key)
         packed = torch.cat([step, inverse, place, limit])
         for x in values(dtype):
             expected, wide = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.uint8)
-            reference.quantize(x, 0, grid, -127, 256, expected)
+            reference.quantize(x, start.value, grid, -127, 256, expected)
             count = ctypes.c_int64(len(x))
-            getattr(host, f"quantize_{name}")(pointer(x), count, pointer(packed), int(sign_exact), pointer(wide))
+            given = count, start, pointer(packed), int(sign_exact), passed_key
+            getattr(host, f"quantize_{name}")(pointer(x), *given, pointer(wide))
             assert torch.equal(wide, expected)
             y, y_expected = torch.empty_like(x), torch.empty_like(x)
             escapes = expected[expected == 0]
-            missed = reference.dequantize(expected, escapes, 0, grid, -127, y_expected)
-            getattr(host, f"dequantize_{name}")(pointer(wide), count, pointer(packed), int(sign_exact), pointer(y))
+            missed = reference.dequantize(expected, escapes, start.value, grid, -127, y_expected)
+            getattr(host, f"dequantize_{name}")(pointer(wide), *given, pointer(y))
             y[missed], y_expected[missed] = 0, 0
             assert torch.equal(y.view(torch.uint8), y_expected.view(torch.uint8))
 

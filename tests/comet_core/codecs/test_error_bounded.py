@@ -19,6 +19,7 @@ from comet_core.codecs.kernels import chunks
 from comet_core.codecs.two_planes import TwoPlanes
 
 CODEC = get_codec("error_bounded")
+DITHERED = get_codec("error_bounded", dither=True)
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -169,15 +170,16 @@ def test_a_forked_process_encodes_with_threads_of_its_own():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("sign_exact", [False, True])
-def test_without_numba_the_reference_gives_the_same_record(check_codec, monkeypatch, dtype, sign_exact):
+@pytest.mark.parametrize("codec", [CODEC, DITHERED], ids=["plain", "dithered"])
+def test_without_numba_the_reference_gives_the_same_record(check_codec, monkeypatch, dtype, sign_exact, codec):
     x = normal(3, 4, 5000).to(dtype)
     x[0, 0, :4] = torch.tensor([math.nan, math.inf, 0.0, 1e5])
     for bound in (ErrorBound("range_rel", 0.1, 1), ErrorBound("range_rel", 0.01), ErrorBound("abs", 0.0)):
-        with_numba = CODEC.encode(x, bound, sign_exact=sign_exact)
+        with_numba = codec.encode(x, bound, sign_exact=sign_exact)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "_cpu", None)
             patch.setattr(kernels, "_error_bounded", kernels.reference)
-            without = check_codec(CODEC, x, bound, sign_exact=sign_exact)
+            without = check_codec(codec, x, bound, sign_exact=sign_exact)
         assert all(
             torch.equal(one, other) if torch.is_tensor(one) else one == other
             for one, other in zip(with_numba.parts, without.parts, strict=True)
@@ -295,3 +297,73 @@ def test_a_gpu_works_on_torchs_stream_and_in_torchs_memory():
 
 def bits_of(x):
     return x.contiguous().view(-1).view(torch.uint8).cpu()
+
+
+def test_dithered_errors_are_uniform_and_tell_nothing_about_the_values():
+    """Also where all values are the same, or few: plain rounding then makes the same error again and again."""
+    step = 0.25
+    for x in (normal(200_000), torch.full((200_000,), 0.37), normal(400_000).round(), normal(200_000).sign() * 1e-3):
+        error = (DITHERED.decode(DITHERED.encode(x, step / 2)) - x).double()
+        assert not error[x == 0].any()
+        error, values = error[x != 0], x[x != 0].double()
+        count = len(error)
+        share = torch.histc(error, 20, -step / 2, step / 2) / count
+        assert float(share.min()) > 0.047 and float(share.max()) < 0.053, "not uniform"
+        assert abs(float(error.mean())) < 4 * step / math.sqrt(12 * count)
+        if len(values.unique()) > 1:
+            correlation = torch.corrcoef(torch.stack([error, values]))[0, 1]
+            assert abs(float(correlation)) < 4 / math.sqrt(count), "the error follows the value"
+        neighbours = torch.corrcoef(torch.stack([error[1:], error[:-1]]))[0, 1]
+        assert abs(float(neighbours)) < 4 / math.sqrt(count), "the error follows its neighbour"
+    plain = (CODEC.decode(CODEC.encode(torch.full((5000,), 0.37), step / 2)) - 0.37).double()
+    assert float(plain.std()) < 1e-6
+
+
+def test_with_signs_dithered_errors_are_uniform_from_half_a_step_on():
+    step, count = 0.25, 400_000
+    x = normal(count).relu()
+    y = DITHERED.decode(DITHERED.encode(x, step / 2, sign_exact=True))
+    assert torch.equal(y > 0, x > 0)
+    error = (y - x).double()[x > step / 2]
+    share = torch.histc(error, 20, -step / 2, step / 2) / len(error)
+    assert float(share.min()) > 0.045 and float(share.max()) < 0.055
+    assert abs(float(torch.corrcoef(torch.stack([error, x[x > step / 2].double()]))[0, 1])) < 4 / math.sqrt(len(error))
+
+
+def test_dither_is_a_function_of_the_seed_and_of_the_tensor():
+    x = normal(4, 8, 32, 32)
+    encoded = DITHERED.encode(x, 0.1)
+
+    def errors(codec, x):
+        return (codec.decode(codec.encode(x, 0.1)) - x).flatten()
+
+    again = get_codec("error_bounded", dither=True).encode(x, 0.1)
+    assert encoded.meta == again.meta and encoded.parts[1:] == again.parts[1:]
+    for codec, other in ((get_codec("error_bounded", dither=True, seed=1), x), (DITHERED, x + 1)):
+        pair = torch.stack([errors(DITHERED, x), errors(codec, other)])
+        assert abs(float(torch.corrcoef(pair)[0, 1])) < 4 / math.sqrt(x.numel())
+    # Any codec of this name decodes it: what the noise is hangs on the record alone.
+    assert torch.equal(CODEC.decode(encoded), DITHERED.decode(encoded))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"dither": "yes"}, "dither is 'yes'; allowed: True"),
+        ({"dither": 2}, "dither is 2; allowed"),
+        ({"dither": True, "seed": -1}, "seed is -1; allowed: whole numbers from 0"),
+        ({"seed": 2**32}, "seed is 4294967296; allowed"),
+        ({"seed": 0.5}, "seed is 0.5; allowed"),
+    ],
+)
+def test_wrong_parameters_of_the_dither_are_refused(params, message):
+    with pytest.raises(ValueError, match=message):
+        get_codec("error_bounded", **params)
+
+
+@pytest.mark.parametrize("key", [-1, 1 << 32, 1.5, "0"])
+def test_a_key_of_the_dither_that_is_none_is_refused(key):
+    encoded = DITHERED.encode(normal(3, 4, 50), 0.1)
+    damaged = dataclasses.replace(encoded, meta=dataclasses.replace(encoded.meta, key=key))
+    with pytest.raises(DamagedRecord, match="key of the dither"):
+        DITHERED.decode(damaged)

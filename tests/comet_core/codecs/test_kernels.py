@@ -49,6 +49,8 @@ def grids(dtype):
             for limit in (step / 2, step * 0.3):  # the second one is missed by some values in the range of the codes
                 yield Grid(step, 1 / step, offset, limit, inner, False)
                 yield Grid(step, 1 / step, torch.zeros_like(offset), limit, inner, True)
+                yield Grid(step, 1 / step, offset, limit, inner, False, 0xC0FFEE11)
+                yield Grid(step, 1 / step, torch.zeros_like(offset), limit, inner, True, 7)
 
 
 def flat_tables(low, num_codes):
@@ -319,9 +321,12 @@ def test_records_match_the_golden_files(name, monkeypatch):
     monkeypatch.setattr(chunks, "zstandard", None)
     codec = get_codec(name, **(POOLING if name == "window_index" else {}))
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
-    for sign_exact in (False, True):
-        encoded = codec.encode(golden_input(name), 0.25, sign_exact=sign_exact)
+    arms = [("plain", codec, False), ("sign_exact", codec, True)]
+    if name == "error_bounded":
+        arms.append(("dithered", get_codec(name, dither=True, seed=5), True))
+    for arm, made_by, sign_exact in arms:
+        encoded = made_by.encode(golden_input(name), 0.25, sign_exact=sign_exact)
         parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in encoded.parts]
         decoded = codec.decode(encoded).numpy().tobytes()
         found = {"parts": [part.hex() for part in parts], "decoded": decoded.hex()}
-        assert found == golden["sign_exact" if sign_exact else "plain"]
+        assert found == golden[arm]

@@ -74,11 +74,13 @@ bounds = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [*CODECS, "error_bounded, dithered"])
 @SETTINGS
 @given(x=tensors(FLOATS), bound=bounds, sign_exact=st.booleans())
 def test_any_floats_come_back_as_promised(check_codec, name, x, bound, sign_exact):
-    check_codec(get_codec(name, **PARAMS.get(name, {})), x, bound, sign_exact=sign_exact)
+    name, dithered, _ = name.partition(", dithered")
+    params = {"dither": True} if dithered else PARAMS.get(name, {})
+    check_codec(get_codec(name, **params), x, bound, sign_exact=sign_exact)
 
 
 @pytest.mark.parametrize("name", CODECS)
