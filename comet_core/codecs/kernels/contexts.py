@@ -112,7 +112,7 @@ class Tables:
         sizes = (num_codes, num_pairs, 2 * num_codes * num_tables)
         if not (0 < num_levels <= NO_LEVEL and num_tables > 0 and len(data) == _HEADER.size + sum(sizes)):
             raise DamagedRecord(f"its tables have {len(data)} bytes")
-        bytes_of = np.frombuffer(data, np.uint8, offset=_HEADER.size)
+        bytes_of = np.frombuffer(data, np.uint8, offset=_HEADER.size).copy()
         levels, pairs = bytes_of[:num_codes], bytes_of[num_codes : num_codes + num_pairs]
         table = bytes_of[num_codes + num_pairs :].copy().view("<u2").reshape(num_tables, num_codes)
         contexts = np.zeros(256, np.uint8)

@@ -1,6 +1,7 @@
 """The CUDA source without a GPU: it compiles for the cards in use, and its per-lane functions are the reference's."""
 
 import ctypes
+import dataclasses
 import importlib.util
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from comet_core.codecs import get_codec, kernels
+from comet_core.codecs.base import DamagedRecord, ErrorBound
 from comet_core.codecs.kernels import cuda, reference
 from comet_core.codecs.kernels.contexts import Layout, layout_of, sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
@@ -149,3 +152,108 @@ def test_the_coder_of_a_lane_is_the_references(host, shape, memory_format, num_c
 
 def test_a_layout_has_the_fields_that_the_source_expects():
     assert [name for name, _ in HostLayout._fields_] == list(Layout.__dataclass_fields__)
+
+
+class HostLaunch:
+    """In place of cuda._launch: the same arguments to the host's build, group by group and channel by channel."""
+
+    def __init__(self, host):
+        self.host = host
+
+    def __call__(self, name, num_blocks, block, *args):
+        verb, _, dtype = name.rpartition("_")
+        if dtype == "bands":
+            getattr(self, name)(*args)
+        else:
+            self.values(name, verb == "quantize", *args)
+
+    def values(self, name, quantizes, source, count, start, *grid_and_target):
+        *grid, num_channels, inner, sign_exact, key, target = grid_and_target
+        assert len(source) == len(target) == count
+        step, inverse, offset, limit = grid if quantizes else (grid[0], grid[0], grid[1], grid[0])
+        first = 0
+        while first < count:
+            run = min(inner - (start + first) % inner, count - first)
+            channel = (start + first) // inner % num_channels
+            packed = torch.stack([entry[channel] for entry in (step, inverse, offset, limit)])
+            getattr(self.host, name)(
+                pointer(source[first:]), ctypes.c_int64(run), ctypes.c_int64(start + first), pointer(packed),
+                sign_exact, ctypes.c_int64(key), pointer(target[first:]),
+            )  # fmt: skip
+            first += run
+
+    def groups(self, num_values, numbers):
+        layout = HostLayout(*numbers)
+        for group, first in enumerate(range(0, num_values, 32 * layout.band)):
+            count = min(num_values - first, 32 * layout.band)
+            yield group, first, ctypes.c_int64(count), -(-count // layout.band), ctypes.byref(layout)
+
+    def encode_bands(self, codes, num_values, left, up, restart, band, levels, context_of, slots, states, words, used):
+        for group, first, count, num_bands, layout in self.groups(num_values, (left, up, restart, band)):
+            of_group = np.zeros(32, np.uint32)
+            used[group] = self.host.encode_group(
+                pointer(codes[first:]), count, layout, pointer(levels), pointer(context_of), pointer(slots),
+                pointer(of_group), pointer(words[2 * first :]),
+            )  # fmt: skip
+            states.view(torch.int32)[32 * group :][:num_bands] = torch.from_numpy(of_group.view(np.int32))[:num_bands]
+
+    def decode_bands(
+        self, states, words, firsts, num_values, left, up, restart, band, levels, context_of, slots, codes, damaged
+    ):
+        firsts = firsts.view(torch.int64).tolist()
+        for group, first, count, num_bands, layout in self.groups(num_values, (left, up, restart, band)):
+            of_group = np.full(32, 1 << 16, np.uint32)
+            of_group[:num_bands] = states.view(torch.int32)[32 * group :][:num_bands].numpy().view(np.uint32)
+            rest = self.host.decode_group(
+                pointer(of_group), pointer(words[2 * firsts[group] :]),
+                ctypes.c_int64(firsts[group + 1] - firsts[group]), count, layout, pointer(levels),
+                pointer(context_of), pointer(slots), pointer(codes[first:]),
+            )  # fmt: skip
+            if rest or (of_group != 1 << 16).any():
+                damaged[0] = 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dither", [False, True])
+def test_a_record_made_with_the_launches_of_the_gpu_is_the_cpus(
+    host, check_codec, monkeypatch, dtype, memory_format, dither
+):
+    """Everything but the launch itself: what is passed to the kernels, and what is made of their results."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 6, 20, 20, generator=generator).to(dtype).to(memory_format=memory_format)
+    x[0, 0, 0, :3] = torch.tensor([float("nan"), float("inf"), 1e4])
+    x[3, 2] = 0
+    codec = get_codec("error_bounded", dither=dither)
+    for bound in (ErrorBound("abs", 0.2), ErrorBound("abs", 0.004), ErrorBound("range_rel", 0.05, 1)):
+        for sign_exact in (False, True):
+            expected = codec.encode(x, bound, sign_exact=sign_exact)
+            with monkeypatch.context() as patch:
+                patch.setattr(cuda, "_launch", HostLaunch(host))
+                patch.setattr(kernels, "_error_bounded", BytesOnTheCpu)
+                record = check_codec(codec, x, bound, sign_exact=sign_exact)
+                assert all(same_part(one, other) for one, other in zip(record.parts, expected.parts, strict=True))
+                assert record.meta == expected.meta
+                damaged = dataclasses.replace(record, parts=(*record.parts[:-1], record.parts[-1][:-2]))
+                with pytest.raises(DamagedRecord):
+                    codec.decode(damaged)
+
+
+class BytesOnTheCpu:
+    """cuda.py with the parts of a record of a tensor on the CPU."""
+
+    GROUPS_A_TASK, quantize_runs = cuda.GROUPS_A_TASK, staticmethod(cuda.quantize_runs)
+
+    @staticmethod
+    def encode_values(*args):
+        found = cuda.encode_values(*args)
+        return [one and (*one[:2], one[2].numpy().tobytes()) for one in found]
+
+    @staticmethod
+    def decode_values(found, *args):
+        on_device = [(torch.tensor(list(part), dtype=torch.uint8), *counts) for part, *counts in found]
+        return cuda.decode_values(on_device, *args)
+
+
+def same_part(one, other):
+    return torch.equal(one, other) if torch.is_tensor(one) else one == other
