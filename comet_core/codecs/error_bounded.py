@@ -37,7 +37,7 @@ from comet_core.codecs.base import (
     flat_of,
     tensor_part,
 )
-from comet_core.codecs.grids import FLOATS, finite_range, grid_of
+from comet_core.codecs.grids import FLOATS, finite_range, from_levels_part, grid_of, levels_part
 from comet_core.codecs.kernels import error_bounded_of, reference
 from comet_core.codecs.kernels.chunks import run_chunks
 from comet_core.codecs.kernels.contexts import Layout, Tables, layout_of, sample_starts, tables_of
@@ -50,11 +50,12 @@ _EXACT = -1  # in place of a group's number of escapes
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """parts = step and offset (2, C), tables, then a part for each group. Without meta all parts are exact."""
+    """parts = steps and offsets (2, C), tables, then a part for each group. Without meta all parts are exact."""
 
     inner: int
     sign_exact: bool
     key: int | None
+    exponent: int | None
     layout: Layout
     num_escapes: tuple[int, ...]
     num_missed: tuple[int, ...]
@@ -110,8 +111,9 @@ class ErrorBoundedCodec(Codec):
             threaded=_threaded(dense),
         )
         num_escapes, num_missed, parts = zip(*(group for task in found for group in task), strict=True)
-        meta = _Meta(grid.inner, grid.sign_exact, grid.key, layout, num_escapes, num_missed)
-        return self.record(dense, (torch.stack((grid.step, grid.offset)), tables.pack(), *parts), meta)
+        levels, exponent = levels_part(grid)
+        meta = _Meta(grid.inner, grid.sign_exact, grid.key, exponent, layout, num_escapes, num_missed)
+        return self.record(dense, (levels, tables.pack(), *parts), meta)
 
     def _encode_finely(self, dense: Tensor, bound: ErrorBound, grid: Grid, sign_exact: bool) -> Encoded | None:
         low, high = finite_range(dense, len(grid.step), grid.inner)
@@ -189,7 +191,10 @@ def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]
     levels, packed, *parts = encoded.parts
     num_channels = levels.shape[1] if isinstance(levels, Tensor) and levels.ndim == 2 else 0
     work = torch.promote_types(encoded.dtype, torch.float32)
-    step, offset = tensor_part(encoded, 0, work, 2, num_channels)
+    if meta.exponent is not None and not (isinstance(meta.exponent, int) and -1074 <= meta.exponent < 1024):
+        raise DamagedRecord(f"the exponent of its steps is {meta.exponent!r}")
+    levels = tensor_part(encoded, 0, work if meta.exponent is None else torch.float16, 2, num_channels)
+    step, offset = from_levels_part(levels, meta.exponent, work)
     if not num_channels or not isinstance(packed, bytes):
         raise DamagedRecord(f"it has {num_channels} channels, and tables of type {type(packed).__name__}")
     group_bytes = layout.group * encoded.dtype.itemsize

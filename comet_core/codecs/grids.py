@@ -1,5 +1,6 @@
 """From an error bound to the quantiser's grid: channels, steps, and what keeps the promise when all is rounded."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,14 @@ from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
 from comet_core.codecs.kernels.reference import Grid
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# A channel's middle, which gets a level near 0, is the mean of so many of its planes and of values of each.
-_MIDDLE_PLANES, _MIDDLE_VALUES = 8, 64
+# A channel's middle, which gets a level at or near it, is the mean of so many of its planes and of values of each.
+_MIDDLE_PLANES, _MIDDLE_VALUES = 16, 64
+_MOST_FRACTION = 256
+"""Offsets up to so many steps need not be whole numbers."""
+_HALF_BITS = 11
+"""Significant bits of a float16."""
+_FEW_VALUES = 1 << 15
+"""A channel of fewer values has a step of so few bits: up to 0.1 % smaller, stored in 16 bits less."""
 
 
 @np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
@@ -26,14 +33,16 @@ def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
     absolute = np.broadcast_to(np.asarray(bound.value, np.float64), num_channels)
     # Beyond this, levels would not be finite in the tensor's dtype.
     huge = torch.finfo(dense.dtype).max / 8
-    if bound.kind == "range_rel" or bool((absolute > huge).any()):
+    limited = absolute > huge
+    if bound.kind == "range_rel" or limited.any():
         low, high = (extreme.numpy() for extreme in finite_range(dense, num_channels, inner))
         if bound.kind == "range_rel":
             extent = high - low
             extent = np.where(np.isinf(extent), absolute * high - absolute * low, absolute * extent)
             absolute = np.where(np.isnan(extent), 0, extent)  # an infinite bound times no range
         largest = np.maximum(np.abs(low), np.abs(high)) * (0.5 + 2.0**-20)  # such that the largest is within a step
-        absolute = np.where(absolute > huge, np.minimum(absolute, largest), absolute)
+        limited = absolute > huge
+        absolute = np.where(limited, np.minimum(absolute, largest), absolute)
 
     # A little less than twice the bound: the levels are rounded, and values half-way between two must still fit.
     step = _rounded_down(2 * absolute * (1 - 2.0**-20), work)
@@ -41,12 +50,18 @@ def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
     usable = step > 4 * np.finfo(work).tiny
     if not usable.any():
         return None
-    step = np.where(usable, step, work(1))
+    step = np.where(usable, step, step[usable].max())
+    if num_channels > 1 and dense.numel() // num_channels < _FEW_VALUES and not limited.any():
+        mantissa, exponent = np.frexp(step)
+        step = np.ldexp(np.floor(np.ldexp(mantissa, _HALF_BITS)), exponent - _HALF_BITS)
     offset = np.zeros_like(step)
     if bound.channel_dim is not None and not sign_exact:
-        # Up to 2**21 the offset is exact.
-        middles = _middles(dense, num_channels, inner).numpy()
-        offset = np.clip(np.rint(middles / step), -(2.0**21), 2.0**21).astype(work)
+        middles, has_zeros = (found.numpy() for found in _middles(dense, num_channels, inner))
+        offset = middles / step
+        # A level at the middle leaves none at zero, so each zero would be kept as it is. Fractions of large offsets
+        # would be lost in the rounding of levels; whole numbers are exact up to 2**21.
+        whole = has_zeros | (np.abs(offset) > _MOST_FRACTION)
+        offset = np.where(whole, np.clip(np.rint(offset), -(2.0**21), 2.0**21), offset.astype(np.float16)).astype(work)
     # A distance computed in float32 is off by one part in 2**24; in float64 it is what the bound is defined by.
     limit = absolute if work == np.float64 else _rounded_down(absolute * (1 - 2.0**-23), work)
     limit = np.where(usable, limit, work(0))
@@ -62,13 +77,30 @@ def _rounded_down(values: np.ndarray, dtype: Any) -> np.ndarray:
     return np.where(rounded > values, np.nextafter(rounded, dtype(0)), rounded)
 
 
-def _middles(dense: Tensor, num_channels: int, inner: int) -> Tensor:
-    """About the mean of each channel's finite values, (C,) float64 on the CPU."""
+def levels_part(grid: Grid) -> tuple[Tensor, int | None]:
+    """Steps and offsets (2, C): float16 and the exponent of the steps' unit where that is exact, else as they are."""
+    _, exponent = math.frexp(grid.step.max().item())
+    exponent -= 15  # so that the largest is just within float16
+    halves = torch.stack((grid.step.double() * 2.0**-exponent, grid.offset.double())).half()
+    step, offset = from_levels_part(halves, exponent, grid.step.dtype)
+    if torch.equal(step, grid.step) and torch.equal(offset, grid.offset):
+        return halves, exponent
+    return torch.stack((grid.step, grid.offset)), None
+
+
+def from_levels_part(part: Tensor, exponent: int | None, work: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The inverse of levels_part: steps and offsets in the working dtype."""
+    step, offset = part.unbind()
+    return (step if exponent is None else step.double() * 2.0**exponent).to(work), offset.to(work)
+
+
+def _middles(dense: Tensor, num_channels: int, inner: int) -> tuple[Tensor, Tensor]:
+    """About the mean of each channel's finite values, (C,) float64 on the CPU, and whether zeros are among them."""
     planes = flat_of(dense)[: dense.numel() // (num_channels * inner) * num_channels * inner].view(
         -1, num_channels, inner
     )
     some = planes[:: -(-len(planes) // _MIDDLE_PLANES), :, :: -(-inner // _MIDDLE_VALUES)].double()
-    return some.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).mean((0, 2)).cpu()
+    return some.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).mean((0, 2)).cpu(), (some == 0).any(2).any(0).cpu()
 
 
 def _channels(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:

@@ -1,12 +1,15 @@
-"""The statistics of codes: where neighbours lie, which contexts there are, and a table of frequencies for each.
+"""The statistics of codes: what is predicted from neighbours, which contexts there are, and frequencies for each.
 
-A code is coded given its left and its upper neighbour. Codes are grouped into a few levels, two levels make a context,
-and contexts with like statistics share a table: merged greedily as long as a table of its own costs more bits than it
-saves, down to 16 at most. All of that comes from a sample of about one value in 64, so that choosing costs
-little beside coding.
+A value's code is predicted from its left, upper and upper left neighbour by the median of left, up and left + up -
+upper left, and what is coded is the difference from that. Its context is how much the neighbours differ among
+themselves, and how large the prediction is, each by thresholds. Where neighbours tell little about a value, the
+prediction is the middle, and left and upper neighbour are the context. Contexts with like statistics share a table:
+merged greedily as long as a table of its own costs more bits than it saves, down to 16 at most. All of that comes from
+a sample of some 65,536 values, so that choosing costs little beside coding.
 
-Sources: contexts of quantised neighbours, Wu and Memon, "Context-based, adaptive, lossless image coding" (1997); the
-merging is plain agglomerative clustering by description length.
+Sources: the predictor is that of LOCO-I (Weinberger, Seroussi and Sapiro 2000), after Martucci (1990); contexts of
+local activity, Wu and Memon, "Context-based, adaptive, lossless image coding" (1997); the merging is plain
+agglomerative clustering by description length.
 """
 
 import struct
@@ -26,19 +29,23 @@ SLOTS = 1024
 """Frequencies of a table add up to this."""
 START = 1 << 16
 """The state that a coder begins with."""
-_LEAST_SAMPLE, _MOST_SAMPLE = 1 << 15, 1 << 16
-NO_LEVEL = 15
-"""Stands for a neighbour that there is not."""
-_NUM_LEVELS = 10
+MIDDLE = 128
+"""The code of q = 0, which stands for a neighbour that there is not."""
+NO_LEFT, NO_UP, ALONE = 13, 14, 15
+"""Activity where there is no left neighbour, no upper one, neither."""
+MOST_THRESHOLDS = 7
 _MOST_CONTEXTS = 16
 _MOST_BINS = 24
+_SAMPLE = 1 << 16
+_TRIAL_RUNS = 4
+"""So many runs of the sample decide whether predicting pays."""
 _MOST_PLANE = 8192
 # A thread of the CPU does more between two turns with the interpreter the longer its bands are; a GPU wants many bands.
 _LONGEST_BAND = {"cpu": 16384, "cuda": 4096}
 _RUN_VALUES, _RUN_ROWS, _LEAST_RUNS = 2048, 3, 8
 _ESCAPE_BITS = 18
 """What an escape costs: a byte, and about as much for its rare code."""
-_HEADER = struct.Struct("<hBBB")
+_HEADER = struct.Struct("<?bBBBB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,73 +91,100 @@ def layout_of(dense: Tensor) -> Layout:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """How codes are coded. Code 0 says that the value is kept elsewhere; code c > 0 is q = c - 1 + low."""
+    """How codes (uint8, q + 128, or 0 for a value kept elsewhere) become symbols, and how these are coded.
 
+    With l, u and ul the codes of the left, upper and upper left neighbour:
+
+        predicts   there are all     p = median of l, u, l + u - ul   first = level of |l - ul| + |u - ul|, 255 at most
+                   no upper one      p = l                            first = NO_UP
+                   no left one       p = u                            first = NO_LEFT
+                   neither           p = 128                          first = ALONE;  in all cases second = level of p
+        else                         p = 128                          first = level of l, second = level of u, each
+                                                                      ALONE where there is none
+
+    A level is the number of thresholds that are no larger, `first_levels` for the first and `second_levels` for the
+    second. The context is 16 * first + second. With d = code - p - low + 1 modulo 256, the symbol is d where d is below
+    A, the number of symbols, and the code is not 0; else it is 0, and the code itself is an escape.
+    """
+
+    predicts: bool
     low: int
-    levels: np.ndarray
-    """(A,) uint8: the level of each code, below NO_LEVEL."""
+    """-128 to 127: the least difference that has a symbol."""
+    first_levels: np.ndarray
+    second_levels: np.ndarray
+    """Up to MOST_THRESHOLDS thresholds, uint8, ascending, 1 or more."""
     contexts: np.ndarray
-    """(256,) uint8: the table for 16 * level of the left neighbour + level of the upper one."""
+    """(256,) uint8: the table of each context."""
     frequencies: np.ndarray
     """(K, A) uint16, at least 1 each; a row adds up to SLOTS."""
 
+    @property
+    def shift(self) -> int:
+        """What has to be taken from code - p, modulo 256."""
+        return (self.low - 1) % 256
+
     def pack(self) -> bytes:
         """The tables as bytes, see `unpack`."""
-        num_tables, num_codes = self.frequencies.shape
-        num_levels = int(self.levels.max()) + 1
-        used = self.contexts[_pairs(num_levels)]
-        header = _HEADER.pack(self.low, num_codes - 1, num_levels, num_tables)
-        return b"".join((header, self.levels.tobytes(), used.tobytes(), self.frequencies.astype("<u2").tobytes()))
+        num_tables, num_symbols = self.frequencies.shape
+        levels = len(self.first_levels), len(self.second_levels)
+        used = self.contexts[_occurring(self.predicts, *levels)]
+        header = _HEADER.pack(self.predicts, self.low, *levels, num_symbols - 1, num_tables)
+        arrays = self.first_levels, self.second_levels, used, self.frequencies.astype("<u2")
+        return header + b"".join(array.tobytes() for array in arrays)
 
     @staticmethod
     def unpack(data: bytes) -> "Tables":
         """The inverse of `pack`. Raises DamagedRecord for other bytes."""
         if len(data) < _HEADER.size:
             raise DamagedRecord(f"its tables have {len(data)} bytes")
-        low, last_code, num_levels, num_tables = _HEADER.unpack_from(data)
-        num_codes, num_pairs = last_code + 1, (num_levels + 1) ** 2
-        sizes = (num_codes, num_pairs, 2 * num_codes * num_tables)
-        if not (0 < num_levels <= NO_LEVEL and num_tables > 0 and len(data) == _HEADER.size + sum(sizes)):
+        predicts, low, num_first, num_second, last_symbol, num_tables = _HEADER.unpack_from(data)
+        occurring = _occurring(predicts, min(num_first, MOST_THRESHOLDS), min(num_second, MOST_THRESHOLDS))
+        sizes = num_first, num_second, len(occurring), 2 * (last_symbol + 1) * num_tables
+        if max(num_first, num_second) > MOST_THRESHOLDS or not num_tables or len(data) != _HEADER.size + sum(sizes):
             raise DamagedRecord(f"its tables have {len(data)} bytes")
-        bytes_of = np.frombuffer(data, np.uint8, offset=_HEADER.size).copy()
-        levels, pairs = bytes_of[:num_codes], bytes_of[num_codes : num_codes + num_pairs]
-        table = bytes_of[num_codes + num_pairs :].copy().view("<u2").reshape(num_tables, num_codes)
+        rest = np.frombuffer(data, np.uint8, offset=_HEADER.size).copy()
+        first, second, pairs, frequencies = np.split(rest, np.cumsum(sizes[:-1]))
+        table = frequencies.copy().view("<u2").reshape(num_tables, last_symbol + 1)
         contexts = np.zeros(256, np.uint8)
-        contexts[_pairs(num_levels)] = pairs
-        if levels.max() >= num_levels or pairs.max() >= num_tables or table.min() < 1 or (table.sum(1) != SLOTS).any():
+        contexts[occurring] = pairs
+        ascending = all((np.diff(levels, prepend=np.uint8(0)) > 0).all() for levels in (first, second))
+        if not ascending or pairs.max() >= num_tables or table.min() < 1 or (table.sum(1) != SLOTS).any():
             raise DamagedRecord("its tables do not belong together")
-        return Tables(low, levels, contexts, table)
+        return Tables(predicts, low, first, second, contexts, table)
 
     @cached_property
     def for_encoding(self) -> tuple[np.ndarray, np.ndarray]:
-        """context_of (256,) and slots (K * A,) uint32 for `encode_steps`."""
+        """context_of (256,) and slots (K * A,) uint32: where a table begins, and frequency << 16 | first slot."""
         first = np.cumsum(self.frequencies, axis=1, dtype=np.uint32) - self.frequencies
         slots = self.frequencies.astype(np.uint32) << 16 | first
         return self.contexts.astype(np.uint32) * np.uint32(self.frequencies.shape[1]), slots.ravel()
 
     @cached_property
     def for_decoding(self) -> tuple[np.ndarray, np.ndarray]:
-        """context_of (256,) and slots (K * SLOTS,) uint32 for `decode_steps`."""
-        return self.contexts.astype(np.uint32) * np.uint32(SLOTS), _slots_for_decoding(self.frequencies, self.levels)
+        """context_of (256,) and slots (K * SLOTS,) uint32: symbol | (slot - first slot) << 12 | frequency << 22."""
+        return self.contexts.astype(np.uint32) * np.uint32(SLOTS), _slots_for_decoding(self.frequencies)
 
 
 @compiled
-def _slots_for_decoding(frequencies: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    slots = np.empty(len(frequencies) * SLOTS, np.uint32)
+def _slots_for_decoding(frequencies: np.ndarray) -> np.ndarray:
+    num_tables, num_symbols = frequencies.shape
+    slots = np.empty(num_tables * SLOTS, np.uint32)
     at: Any = 0
-    for table in range(len(frequencies)):
-        for code in range(len(levels)):
-            frequency = np.int64(frequencies[table, code])
-            entry = frequency << 22 | np.int64(levels[code]) << 8 | code
+    for table in range(num_tables):
+        for symbol in range(num_symbols):
+            frequency = np.int64(frequencies[table, symbol])
             for place in range(frequency):
-                slots[at + place] = entry | place << 12
+                slots[at + place] = frequency << 22 | place << 12 | symbol
             at += frequency
     return slots
 
 
-def _pairs(num_levels: int) -> np.ndarray:
-    levels = np.append(np.arange(num_levels), NO_LEVEL)
-    return np.asarray((levels[:, None] * 16 + levels).ravel())
+def _occurring(predicts: bool, num_first: int, num_second: int) -> np.ndarray:
+    """The contexts that there may be, given the numbers of thresholds."""
+    first, second = list(range(num_first + 1)), list(range(num_second + 1))
+    first += [NO_LEFT, NO_UP, ALONE] if predicts else [ALONE]
+    second += [] if predicts else [ALONE]
+    return np.asarray((np.array(first)[:, None] * 16 + np.array(second)).ravel())
 
 
 def sample_starts(num_values: int, layout: Layout) -> tuple[np.ndarray, int]:
@@ -160,7 +194,7 @@ def sample_starts(num_values: int, layout: Layout) -> tuple[np.ndarray, int]:
     else:
         length = max(round(_RUN_VALUES / layout.up), _RUN_ROWS) * layout.up
     length = min(length, num_values)
-    wanted = max(min(max(num_values // 64, _LEAST_SAMPLE), _MOST_SAMPLE) // length, _LEAST_RUNS)
+    wanted = max(_SAMPLE // length, _LEAST_RUNS)
     num_runs = num_values // length
     if num_runs <= wanted:
         return np.arange(num_runs) * length, length
@@ -169,83 +203,206 @@ def sample_starts(num_values: int, layout: Layout) -> tuple[np.ndarray, int]:
 
 
 def tables_of(sample: np.ndarray, layout: Layout, num_values: int) -> Tables | None:
-    """Tables for the codes of a sample, (runs, length) uint8: q + 128, or 0 for what has no code.
-
-    None where so many do not fit that the codes do not pay.
-    """
-    restart = min(layout.restart, sample.shape[1])
-    first, levels, contexts, sums = _chosen(sample, layout.left, layout.up, restart, num_values, _X_LOG_X)
-    return Tables(first - 128, levels, contexts, _frequencies(sums)) if first else None
+    """Tables for a sample of codes, (runs, length) uint8; None where so many need an escape that codes do not pay."""
+    shape = layout.left, layout.up, min(layout.restart, sample.shape[1])
+    trial = np.ascontiguousarray(sample[:: max(len(sample) // _TRIAL_RUNS, 1)])
+    tried = [_tried(trial, *shape, predicts, _X_LOG_X) for predicts in (False, True)]
+    predicts = tried[True][0] < tried[False][0]
+    _, first_levels, second_levels = tried[predicts]
+    low, pairs = _with_symbols(_counted(sample, *shape, predicts, first_levels, second_levels), sample.size)
+    if not pairs.size:
+        return None
+    contexts, sums = _clustered(pairs, sample.size / num_values, _X_LOG_X)
+    occurring = _occurring(predicts, len(first_levels), len(second_levels))
+    of_occurring = np.zeros(256, np.uint8)
+    of_occurring[occurring] = contexts[occurring]
+    return Tables(predicts, low, first_levels, second_levels, of_occurring, _frequencies(sums))
 
 
 @compiled
-def _chosen(
-    sample: np.ndarray, left: int, up: int, restart: int, num_values: int, x_log_x: np.ndarray
-) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-    """The first value of the sample with a code of its own (0: codes do not pay), levels, contexts, counts (K, A)."""
-    counts = _count(sample.ravel())
-    total = sample.size
-    # A code takes at least one slot in each table, which is what it costs not to be an escape.
-    first, last = _most_gain(counts[1:] * _ESCAPE_BITS - total / (SLOTS * np.log(2)))
-    first, last = first + 1, last + 1
-    counts = counts[first - 1 : last + 1].copy()
-    counts[0] = total - counts[1:].sum()
-    num_codes = len(counts)
-    contexts = np.zeros(256, np.uint8)
-    if first == 0 or counts[0] > total // 16:
-        return 0, contexts, contexts, np.zeros((1, 1), np.int64)
-    levels = _levels_of(counts, _NUM_LEVELS)
-    pairs = _count_pairs(sample, first, levels, left, up, restart)
+def _tried(
+    sample: np.ndarray, left: int, up: int, restart: int, predicts: bool, x_log_x: np.ndarray
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """Bits of all codes of a sample (runs, length) in their contexts, and the thresholds of first and second."""
+    _, first, second, borders = _modelled(sample, left, up, restart, predicts)
+    first_counts, second_counts = _histogram(first), _histogram(second)
+    no_left, no_up = (borders == ALONE) | (borders == NO_LEFT), (borders == ALONE) | (borders == NO_UP)
+    first_counts[0] -= (no_left | no_up).sum() if predicts else no_left.sum()  # which _modelled made 0
+    second_counts[0] -= 0 if predicts else no_up.sum()
+    first_levels = _thresholds(first_counts, MOST_THRESHOLDS + 1)
+    second_levels = _thresholds(second_counts, MOST_THRESHOLDS + 1)
+    pairs = _counted(sample, left, up, restart, predicts, first_levels, second_levels)
+    bits = 0.0
+    for context in range(256):
+        of_context = pairs[context].sum()
+        if of_context:
+            bits += x_log_x[of_context]
+            for difference in range(256):
+                bits -= x_log_x[pairs[context, difference]]
+    return bits, first_levels, second_levels
+
+
+@compiled
+def _counted(
+    sample: np.ndarray, left: int, up: int, restart: int, predicts: bool, first_levels: np.ndarray,
+    second_levels: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """(256, 256) int32: how often code - prediction + 128 modulo 256 has each context, without codes of 0."""
+    predictions, first, second, borders = _modelled(sample, left, up, restart, predicts)
+    codes = sample.ravel()
+    first_of, second_of = _level_of(first_levels), _level_of(second_levels)
+    places = np.empty(len(codes), np.uint16)
+    for t in range(len(codes)):
+        border: Any = np.int32(borders[t])
+        of_first: Any = np.int32(first_of[first[t]])
+        of_second: Any = np.int32(second_of[second[t]])
+        if border != 0:
+            has_no_left = border != NO_UP
+            of_first = border if predicts else (ALONE if has_no_left else of_first)
+            of_second = of_second if predicts or border == NO_LEFT else ALONE
+        difference = (np.int32(codes[t]) - np.int32(predictions[t]) + MIDDLE) & 255
+        places[t] = of_first << 12 | of_second << 8 | difference
+    pairs = np.zeros(256 * 256, np.int32)
+    for t in range(len(codes)):
+        pairs[places[t]] += np.int32(codes[t] != 0)
+    return pairs.reshape(256, 256)
+
+
+@compiled
+def _modelled(
+    sample: np.ndarray, left: int, up: int, restart: int, predicts: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """For all values of a sample (runs, length), uint8: predictions, what first and second are the levels of, borders.
+
+    A border is NO_LEFT, NO_UP or ALONE; where the level is that, what it would be the level of is 0.
+    """
+    num_runs, length = sample.shape
+    predictions, borders = np.full(sample.shape, MIDDLE, np.uint8), np.zeros(sample.shape, np.uint8)
+    first, second = np.zeros(sample.shape, np.uint8), np.zeros(sample.shape, np.uint8)
+    for run in range(num_runs):
+        codes, of_run, of_border = sample[run], predictions[run], borders[run]
+        of_first, of_second = first[run], second[run]
+        inner = min(left + up, length)
+        before, above, corner = codes[inner - left :], codes[inner - up :], codes[inner - left - up :]
+        if predicts:
+            # As if there were no borders: long loops become vector instructions.
+            for j in range(length - inner):
+                one, other, third = np.int32(before[j]), np.int32(above[j]), np.int32(corner[j])
+                smaller, larger = min(one, other), max(one, other)
+                of_run[inner + j] = min(max(one + other - third, smaller), larger)
+                of_first[inner + j] = min(abs(one - third) + abs(other - third), 255)
+        else:
+            of_first[left:] = codes[: length - left]
+            of_second[up:] = codes[: length - up]
+        for row in range(0, length, up):
+            end, second_column = min(row + up, length), min(row + left, length, row + up)
+            has_up = row % restart >= up
+            for t in range(row, second_column):
+                of_border[t] = NO_LEFT if has_up else ALONE
+                of_first[t] = 0
+                if predicts:
+                    of_run[t] = codes[t - up] if has_up else MIDDLE
+            if not has_up:
+                of_border[second_column:end] = NO_UP
+                if predicts:
+                    of_run[second_column:end] = codes[second_column - left : end - left]
+                    of_first[second_column:end] = 0
+                else:
+                    of_second[row:end] = 0
+        if predicts:
+            of_second[:] = of_run
+    return predictions.ravel(), first.ravel(), second.ravel(), borders.ravel()
+
+
+@compiled
+def _histogram(values: np.ndarray) -> np.ndarray:
+    """(256,) int64: how often each value occurs."""
+    # In four places, since neighbours are often alike and one place would be waited for.
+    parts = np.zeros((4, 256), np.int64)
+    whole = len(values) // 4 * 4
+    for t in range(0, whole, 4):
+        for place in range(4):
+            parts[place, values[t + place]] += 1
+    for t in range(whole, len(values)):
+        parts[0, values[t]] += 1
+    return parts.sum(0)
+
+
+@compiled
+def _thresholds(counts: np.ndarray, most: int) -> np.ndarray:
+    """Ascending thresholds (uint8) between `most` levels at most of values that occur as counted in (256,).
+
+    Levels are of like weight: the square root of the counts favours what is rare.
+    """
+    weight = np.sqrt(counts)
+    whole, below, share_before = weight.sum(), 0.0, -1.0
+    num_values = (counts > 0).sum()
+    thresholds = np.empty(most, np.uint8)
+    level = -1
+    for value in range(256):
+        if counts[value]:
+            share = np.floor((below + weight[value] / 2) / whole * most)
+            if level < 0 or num_values <= most or share > share_before:
+                level += 1
+                if level:
+                    thresholds[level - 1] = value
+            below += weight[value]
+            share_before = share
+    return thresholds[: max(level, 0)].copy()
+
+
+@compiled
+def _level_of(thresholds: np.ndarray) -> np.ndarray:
+    """(256,) uint8: the number of thresholds that are no larger than each value."""
+    level_of = np.zeros(256, np.uint8)
+    for threshold in thresholds:
+        level_of[threshold:] += np.uint8(1)
+    return level_of
+
+
+@compiled
+def _with_symbols(pairs: np.ndarray, total: int) -> tuple[int, np.ndarray]:
+    """The least difference that has a symbol, and the counts (256, A) of symbols in contexts, from `_counted`.
+
+    (0, 0) counts where too many of `total` values would be escapes.
+    """
+    counts = np.zeros(256, np.int64)
+    for context in range(256):
+        counts += pairs[context]
+    # A symbol takes at least one slot in each table, which is what it costs not to be an escape.
+    begin, last = _most_gain(counts * _ESCAPE_BITS - total / (SLOTS * np.log(2)))
+    last = min(last, begin + 254)
+    if begin < 0 or total - counts[begin : last + 1].sum() > total // 16:
+        return 0, np.zeros((0, 0), np.int64)
+    of_symbols = np.zeros((256, last - begin + 2), np.int64)
+    for context in range(256):
+        of_symbols[context, 1:] = pairs[context, begin : last + 1]
+        of_symbols[context, 0] = pairs[context].sum() - of_symbols[context, 1:].sum()
+    return begin - MIDDLE, of_symbols
+
+
+@compiled
+def _clustered(pairs: np.ndarray, share: float, x_log_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The table of each context (256,), and the counts of each table (K, A), for counts from a share of all values."""
+    num_symbols = pairs.shape[1]
     of_context = pairs.sum(1)
     used = np.flatnonzero(of_context)
-    # Comparing contexts takes no more detail than some neighbouring codes together.
-    bins = _levels_of(counts, _MOST_BINS)
-    binned = np.zeros((len(used), bins.max() + 1), np.int64)
+    # Comparing contexts takes no more detail than some neighbouring symbols together.
+    padded = np.zeros(256, np.int64)
+    for context in range(256):
+        padded[:num_symbols] += pairs[context]
+    bin_of = _level_of(_thresholds(padded, _MOST_BINS))
+    binned = np.zeros((len(used), np.int64(bin_of.max()) + 1), np.int64)
     for place in range(len(used)):
-        for code in range(num_codes):
-            binned[place, bins[code]] += pairs[used[place], code]
-    table_of = _merge(binned, x_log_x, 16 * num_codes * total / num_values, _MOST_CONTEXTS)
-    sums = np.zeros((table_of.max() + 1, num_codes), np.int64)
-    contexts[:] = table_of[of_context[used].argmax()]
+        for symbol in range(num_symbols):
+            binned[place, bin_of[symbol]] += pairs[used[place], symbol]
+    table_of = _merge(binned, x_log_x, 16 * num_symbols * share, _MOST_CONTEXTS)
+    contexts = np.full(256, table_of[of_context[used].argmax()], np.uint8)
+    sums = np.zeros((np.int64(table_of.max()) + 1, num_symbols), np.int64)
     for place in range(len(used)):
         contexts[used[place]] = table_of[place]
         sums[table_of[place]] += pairs[used[place]]
-    if num_codes <= NO_LEVEL:
-        # With a level of its own for each code nobody has to look levels up.
-        of_level = contexts.copy()
-        own = np.full(16, NO_LEVEL, np.uint8)
-        own[:NO_LEVEL] = 0
-        own[:num_codes] = levels
-        for pair in range(256):
-            contexts[pair] = of_level[16 * own[pair >> 4] + own[pair & 15]]
-        levels = np.arange(num_codes).astype(np.uint8)
-    num_levels = levels.max() + 1
-    for pair in range(256):  # what does not occur has the table 0, as it has after unpacking
-        if num_levels <= pair >> 4 < NO_LEVEL or num_levels <= pair & 15 < NO_LEVEL:
-            contexts[pair] = 0
-    return first, levels, contexts, sums
-
-
-@compiled
-def _levels_of(counts: np.ndarray, most: int) -> np.ndarray:
-    """(A,) uint8, below `most`: neighbouring codes share a level, in shares of like weight.
-
-    The square root of the counts favours rare codes.
-    """
-    levels = np.zeros(len(counts), np.uint8)
-    if len(counts) - 1 <= most:
-        levels[1:] = np.arange(len(counts) - 1)
-    else:
-        weight = np.sqrt(counts)
-        whole, below, level, share_before = weight.sum(), 0.0, -1, -1.0
-        for code in range(len(counts)):
-            share = np.floor((below + weight[code] / 2) / whole * most)
-            level += share > share_before
-            levels[code] = level
-            below += weight[code]
-            share_before = share
-    levels[0] = levels[counts.argmax()]  # what is kept elsewhere says nothing: take it for the most frequent one
-    return levels
+    return contexts, sums
 
 
 @compiled
@@ -270,20 +427,6 @@ def _frequencies(sums: np.ndarray) -> np.ndarray:
 
 
 @compiled
-def _count(sample: np.ndarray) -> np.ndarray:
-    """(256,) int64: how often each code occurs."""
-    # In four places, since most codes are equal and one place would be waited for.
-    parts = np.zeros((4, 256), np.int64)
-    whole = len(sample) // 4 * 4
-    for t in range(0, whole, 4):
-        for place in range(4):
-            parts[place, sample[t + place]] += 1
-    for t in range(whole, len(sample)):
-        parts[0, sample[t]] += 1
-    return parts.sum(0)
-
-
-@compiled
 def _most_gain(gains: np.ndarray) -> tuple[int, int]:
     """First and last place of the run of neighbours with the largest sum, -1 where no gain is positive (Kadane)."""
     best, first, last = 0.0, -1, -1
@@ -295,40 +438,6 @@ def _most_gain(gains: np.ndarray) -> tuple[int, int]:
         if total > best:
             best, first, last = total, begin, place
     return first, last
-
-
-@compiled
-def _count_pairs(sample: np.ndarray, first: int, levels: np.ndarray, left: int, up: int, restart: int) -> np.ndarray:
-    """(256, A): how often each code occurs after 16 * left level + upper level; `first` in (runs, length) is code 1."""
-    num_runs, length = sample.shape
-    num_codes = len(levels)
-    before = np.int32(first - 1)
-    codes, of_codes, contexts = np.empty(length, np.uint8), np.empty(length, np.uint8), np.empty(length, np.uint8)
-    even, odd = np.zeros(256 * num_codes, np.int32), np.zeros(256 * num_codes, np.int32)  # for two places see _count
-    four = np.uint8(4)
-    for run in range(num_runs):
-        values = sample[run]
-        for t in range(length):
-            code = np.int32(values[t]) - before
-            codes[t] = code if 0 < code < num_codes else 0
-        for t in range(length):
-            of_codes[t] = levels[codes[t]]
-        shifted = contexts[left:]
-        for t in range(len(shifted)):
-            shifted[t] = of_codes[t] << four
-        for row in range(0, length, up):
-            contexts[row : row + left] = NO_LEVEL << 4
-        for plane in range(0, length, restart):
-            contexts[plane : plane + up] |= np.uint8(NO_LEVEL)
-            below, above = contexts[plane + up : plane + restart], of_codes[plane : plane + restart]
-            for t in range(len(below)):
-                below[t] |= above[t]
-        for t in range(0, length - 1, 2):
-            even[np.uint32(contexts[t]) * np.uint32(num_codes) + codes[t]] += 1
-            odd[np.uint32(contexts[t + 1]) * np.uint32(num_codes) + codes[t + 1]] += 1
-        if length % 2:
-            even[np.uint32(contexts[length - 1]) * np.uint32(num_codes) + codes[length - 1]] += 1
-    return (even + odd).astype(np.int64).reshape(256, num_codes)
 
 
 _X_LOG_X = np.arange(1 << 18) * np.log2(np.maximum(np.arange(1 << 18), 1))  # no sample has more values

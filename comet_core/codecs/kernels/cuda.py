@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comet_core.codecs.kernels.contexts import LANES, Layout, Tables
+from comet_core.codecs.kernels.contexts import LANES, MOST_THRESHOLDS, Layout, Tables
 from comet_core.codecs.kernels.reference import Grid
 
 SOURCE = resources.files(__package__).joinpath("kernels.cu").read_text()
@@ -35,46 +35,62 @@ def encode_values(
     x: Tensor, start: int, grid: Grid, layout: Layout, tables: Tables
 ) -> list[tuple[int, int, Tensor] | None]:
     """Twin of reference.encode_values."""
-    wide = _wide_codes(x, start, grid)
-    code = wide.to(torch.int16) - (tables.low + 127)
-    codes = torch.zeros(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
-    codes[: len(x)] = torch.where((code > 0) & (code < len(tables.levels)), code, 0)
-    escaped, missed = (codes[: len(x)] == 0).nonzero()[:, 0], (wide == 0).nonzero()[:, 0]
-    payloads = _encode_bands(codes, len(x), layout, tables)
-    escapes = wide[escaped].split(_counts(escaped, layout, len(payloads)))
-    exact = x[missed].split(_counts(missed, layout, len(payloads)))
-    return [
-        (len(of_group), len(values), torch.cat([of_group, values.view(torch.uint8), payload]))
-        if len(of_group) <= min(layout.group, len(x) - index * layout.group) // 4
-        else None
-        for index, (of_group, values, payload) in enumerate(zip(escapes, exact, payloads, strict=True))
-    ]
+    codes, device = _codes(x, start, grid), x.device
+    num_bands = -(-len(x) // layout.band)
+    num_groups = -(-num_bands // LANES)
+    states = torch.empty(num_bands * 4, dtype=torch.uint8, device=device)
+    words = torch.empty(num_groups * layout.group * 2, dtype=torch.uint8, device=device)
+    escapes = torch.empty(num_groups * layout.group, dtype=torch.uint8, device=device)
+    used = torch.empty((num_groups, 2), dtype=torch.int64, device=device)
+    context_of, slots = (_on(device, table) for table in tables.for_encoding)
+    _launch(
+        "encode_bands", num_groups, LANES, codes, len(x), *_numbers(layout, len(x)), _model(device, tables), context_of,
+        slots, states, words, escapes, used,
+    )  # fmt: skip
+    missed = (codes == 0).nonzero()[:, 0]
+    exact = x[missed].split(_counts(missed, layout, num_groups))
+    room = LANES * min(layout.band, len(x))
+    found: list[tuple[int, int, Tensor] | None] = []
+    for index, ((num_words, num_escapes), values) in enumerate(zip(used.tolist(), exact, strict=True)):
+        pieces = (
+            escapes[room * index :][room - num_escapes : room],
+            values.view(torch.uint8),
+            states[4 * LANES * index :][: 4 * LANES],
+            words[2 * room * index :][: 2 * num_words],
+        )
+        fits = max(num_escapes, len(values)) <= min(layout.group, len(x) - index * layout.group) // 4
+        found.append((num_escapes, len(values), torch.cat(pieces)) if fits else None)
+    return found
 
 
 def decode_values(
     found: Sequence[tuple[Tensor, int, int]], start: int, grid: Grid, layout: Layout, tables: Tables, out: Tensor
 ) -> bool:
     """Twin of reference.decode_values."""
-    beside, payloads = [], []
-    for part, num_escapes, num_missed in found:
-        sizes = num_escapes, num_missed * out.itemsize
-        *of_group, payload = part.split((*sizes, len(part) - sum(sizes)))
-        beside.append(of_group)
-        payloads.append(payload)
-    codes = torch.empty(len(out), dtype=torch.uint8, device=out.device)
-    if not _decode_bands(payloads, layout, tables, codes):
-        return False
-    escapes, exact = (torch.cat(pieces) for pieces in zip(*beside, strict=True))
-    escaped = (codes == 0).nonzero()[:, 0]
-    if _counts(escaped, layout, len(found)) != [num_escapes for _, num_escapes, _ in found]:
-        return False
-    wide = codes + torch.tensor((tables.low + 127) % 256, dtype=torch.uint8, device=codes.device)
-    wide[escaped] = escapes
-    missed = (wide == 0).nonzero()[:, 0]
-    if _counts(missed, layout, len(found)) != [num_missed for *_, num_missed in found]:
+    num_bands, device = -(-len(out) // layout.band), out.device
+    pieces, sizes = [], []
+    for index, (part, num_escapes, num_missed) in enumerate(found):
+        state_bytes = 4 * min(LANES, num_bands - index * LANES)
+        of_part = [num_escapes, num_missed * out.itemsize, state_bytes]
+        word_bytes = len(part) - sum(of_part)
+        if word_bytes < 0 or word_bytes % 2:
+            return False
+        pieces.append(part.split((*of_part, word_bytes)))
+        sizes.append((num_escapes, word_bytes // 2))
+    escapes, exact, states, words = (torch.cat(of_kind) for of_kind in zip(*pieces, strict=True))
+    first_escape, first_word = (_on(device, np.cumsum([0, *of_kind])) for of_kind in zip(*sizes, strict=True))
+    codes = torch.empty(len(out), dtype=torch.uint8, device=device)
+    damaged = torch.zeros(1, dtype=torch.int32, device=device)
+    context_of, slots = (_on(device, table) for table in tables.for_decoding)
+    _launch(
+        "decode_bands", len(found), LANES, states, words, first_word, escapes, first_escape, len(out),
+        *_numbers(layout, len(out)), _model(device, tables), context_of, slots, codes, damaged,
+    )  # fmt: skip
+    missed = (codes == 0).nonzero()[:, 0]
+    if int(damaged) or _counts(missed, layout, len(found)) != [num_missed for *_, num_missed in found]:
         return False
     _launch(
-        f"dequantize_{_NAMES[out.dtype]}", -(-len(out) // _BLOCK), _BLOCK, wide, len(out), start, grid.step,
+        f"dequantize_{_NAMES[out.dtype]}", -(-len(out) // _BLOCK), _BLOCK, codes, len(out), start, grid.step,
         grid.offset, len(grid.step), grid.inner, int(grid.sign_exact), -1 if grid.key is None else grid.key, out,
     )  # fmt: skip
     out[missed] = exact.view(out.dtype)
@@ -87,51 +103,21 @@ def _counts(places: Tensor, layout: Layout, num_groups: int) -> list[int]:
     return counts
 
 
+def _model(device: torch.device, tables: Tables) -> Tensor:
+    """The struct `Model` of the source."""
+    numbers = np.array([tables.predicts, tables.shift, tables.frequencies.shape[1]], np.int64).view(np.uint8)
+    levels = [
+        np.concatenate([[len(levels)], levels, np.zeros(MOST_THRESHOLDS - len(levels))]).astype(np.uint8)
+        for levels in (tables.first_levels, tables.second_levels)
+    ]
+    return _on(device, np.concatenate([numbers, *levels]))
+
+
 def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
     """Twin of reference.quantize_runs."""
     length = codes.shape[1]
     for start, of_run in zip(starts.tolist(), codes, strict=True):
-        of_run.copy_(_wide_codes(x[start : start + length], start, grid))
-
-
-def _encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables) -> list[Tensor]:
-    """The payload of each group."""
-    num_bands = -(-num_values // layout.band)
-    num_groups = -(-num_bands // LANES)
-    device = codes.device
-    states = torch.empty(num_bands * 4, dtype=torch.uint8, device=device)
-    words = torch.empty(num_groups * layout.group * 2, dtype=torch.uint8, device=device)
-    used = torch.empty(num_groups, dtype=torch.int64, device=device)
-    context_of, slots = (_on(device, table) for table in tables.for_encoding)
-    _launch(
-        "encode_bands", num_groups, LANES, codes, num_values, *_numbers(layout, num_values), _on(device, tables.levels),
-        context_of, slots, states, words, used,
-    )  # fmt: skip
-    counts = used.tolist()
-    room = 2 * LANES * layout.band
-    return [
-        torch.cat([states[4 * LANES * group :][: 4 * LANES], words[room * group :][: 2 * count]])
-        for group, count in enumerate(counts)
-    ]
-
-
-def _decode_bands(payloads: Sequence[Tensor], layout: Layout, tables: Tables, codes: Tensor) -> bool:
-    """Fill codes from payloads; False where these are not such."""
-    num_bands, device = -(-len(codes) // layout.band), codes.device
-    num_states = [min(LANES, num_bands - first) for first in range(0, num_bands, LANES)]
-    sizes = [len(payload) - 4 * count for payload, count in zip(payloads, num_states, strict=True)]
-    if min(sizes) < 0 or any(size % 2 for size in sizes):
-        return False
-    states = torch.cat([payload[: 4 * count] for payload, count in zip(payloads, num_states, strict=True)])
-    words = torch.cat([payload[4 * count :] for payload, count in zip(payloads, num_states, strict=True)])
-    first = _on(device, np.cumsum([0, *sizes]) // 2)
-    damaged = torch.zeros(1, dtype=torch.int32, device=device)
-    context_of, slots = (_on(device, table) for table in tables.for_decoding)
-    _launch(
-        "decode_bands", len(payloads), LANES, states, words, first, len(codes), *_numbers(layout, len(codes)),
-        _on(device, tables.levels), context_of, slots, codes, damaged,
-    )  # fmt: skip
-    return not int(damaged)
+        of_run.copy_(_codes(x[start : start + length], start, grid))
 
 
 def _numbers(layout: Layout, num_values: int) -> tuple[int, int, int, int]:
@@ -139,14 +125,14 @@ def _numbers(layout: Layout, num_values: int) -> tuple[int, int, int, int]:
     return layout.left, layout.up, layout.restart, min(layout.band, num_values)
 
 
-def _wide_codes(x: Tensor, start: int, grid: Grid) -> Tensor:
-    wide = torch.empty(len(x), dtype=torch.uint8, device=x.device)
+def _codes(x: Tensor, start: int, grid: Grid) -> Tensor:
+    codes = torch.empty(len(x), dtype=torch.uint8, device=x.device)
     _launch(
         f"quantize_{_NAMES[x.dtype]}", -(-len(x) // _BLOCK), _BLOCK, x, len(x), start, grid.step, grid.inverse,
         grid.offset, grid.limit, len(grid.step), grid.inner, int(grid.sign_exact),
-        -1 if grid.key is None else grid.key, wide,
+        -1 if grid.key is None else grid.key, codes,
     )  # fmt: skip
-    return wide
+    return codes
 
 
 def _on(device: torch.device, table: np.ndarray) -> Tensor:

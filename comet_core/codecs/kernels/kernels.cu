@@ -24,8 +24,12 @@ typedef long long i64;
 struct Layout {
     i64 left, up, restart, band;
 };
+struct Model {
+    i64 predicts, shift, num_symbols;
+    u8 num_first, first[7], num_second, second[7];
+};
 
-static const int LANES = 32, NO_LEVEL = 15;
+static const int LANES = 32, MIDDLE = 128, NO_LEFT = 13, NO_UP = 14, ALONE = 15;
 static const u32 START = 1u << 16;
 
 // ---- 16-bit floats, by whole numbers: the same on both sides
@@ -156,19 +160,20 @@ static ON_LANE u8 wide_code(
     Work x = Type::load(item), q;
     if (key >= 0) {
         if (x == 0) return 128;
-        Work k = nearest((sign_exact ? size_of(x) : x) * inverse + noise_of<Work>(key, index));
+        Work place = sign_exact ? size_of(x) * inverse : x * inverse - offset;
+        Work k = nearest(place + noise_of<Work>(key, index));
         if (sign_exact) q = x < 0 ? -(k + 1) : k + 1;
-        else q = k - offset + (k >= offset ? 1 : 0);
+        else q = k + (k >= 0 ? 1 : 0);
     } else if (sign_exact) {
         q = above(size_of(x) * inverse);
         if (q < 1 && x != 0) q = 1;  // a product may underflow, but a non-zero must not become zero
         if (x < 0) q = -q;
     } else {
-        q = nearest(x * inverse) - offset;
+        q = nearest(x * inverse - offset);
     }
     if (!(size_of(q) <= 127)) return 0;  // also for NaN
     Work y = Type::load(Type::store(level(q, step, offset, sign_exact, key, index)));
-    if (!(size_of(x - y) <= limit)) return 0;
+    if (!(size_of(x - y) <= limit) || (x == 0 && y != 0)) return 0;
     if (sign_exact && (Type::flushes() || key >= 0) && q != 0 && y == 0) return 0;
     return (u8)((int)q + 128);
 }
@@ -184,11 +189,41 @@ static ON_LANE u32 encoded(u32 x, u32 entry) {
 
 static ON_LANE u32 decoded(u32 x, u32 entry) { return (entry >> 22) * (x >> 10) + (entry >> 12 & 1023); }
 
-// The place in context_of for a band's code t.
-static ON_LANE int neighbours(const u8 *codes, const u8 *levels, i64 t, const Layout &layout) {
-    int left = t % layout.up >= layout.left ? levels[codes[t - layout.left]] : NO_LEVEL;
-    int up = t % layout.restart >= layout.up ? levels[codes[t - layout.up]] : NO_LEVEL;
-    return left << 4 | up;
+static ON_LANE int level_among(int value, const u8 *thresholds, int count) {
+    int level = 0;
+    for (int i = 0; i < count; i++) level += value >= thresholds[i];
+    return level;
+}
+
+// The context of a band's code t, and its prediction: see `Tables`.
+static ON_LANE int modelled(const u8 *codes, i64 t, const Layout &layout, const Model &model, int &prediction) {
+    bool has_left = t % layout.up >= layout.left, has_up = t % layout.restart >= layout.up;
+    int left = has_left ? codes[t - layout.left] : MIDDLE, up = has_up ? codes[t - layout.up] : MIDDLE;
+    int first = ALONE, second = ALONE;
+    prediction = MIDDLE;
+    if (!model.predicts) {
+        if (has_left) first = level_among(left, model.first, model.num_first);
+        if (has_up) second = level_among(up, model.second, model.num_second);
+        return first << 4 | second;
+    }
+    if (has_left && has_up) {
+        int corner = codes[t - layout.left - layout.up], least = left < up ? left : up, most = left < up ? up : left;
+        int activity = (left < corner ? corner - left : left - corner) + (up < corner ? corner - up : up - corner);
+        prediction = corner >= most ? least : corner <= least ? most : left + up - corner;
+        first = level_among(activity, model.first, model.num_first);
+    } else if (has_left) {
+        prediction = left;
+        first = NO_UP;
+    } else if (has_up) {
+        prediction = up;
+        first = NO_LEFT;
+    }
+    return first << 4 | level_among(prediction, model.second, model.num_second);
+}
+
+static ON_LANE u32 symbol_of(u8 code, int prediction, const Model &model) {
+    u32 symbol = (code - prediction - (int)model.shift) & 255;
+    return code != 0 && symbol < model.num_symbols ? symbol : 0;
 }
 
 static ON_LANE i64 length_of(i64 band, i64 num_values, const Layout &layout) {
@@ -225,10 +260,11 @@ QUANTIZER(float64, Float64)
 QUANTIZER(float16, Float16)
 QUANTIZER(bfloat16, BFloat16)
 
-// A warp a group: `states` (bands,), `words` with room for a group's values each, `used` (groups,).
+// A warp a group: `states` (bands,), `words` and `escapes` with room for a group's values each, `used` (groups, 2): the
+// numbers of both. Escapes fill their room from its end.
 extern "C" __global__ void encode_bands(
-    const u8 *codes, i64 num_values, i64 left, i64 up, i64 restart, i64 band_length, const u8 *levels,
-    const u32 *context_of, const u32 *slots, u32 *states, u16 *words, i64 *used
+    const u8 *codes, i64 num_values, i64 left, i64 up, i64 restart, i64 band_length, const Model *model,
+    const u32 *context_of, const u32 *slots, u32 *states, u16 *words, u8 *escapes, i64 *used
 ) {
     const Layout layout = {left, up, restart, band_length};
     i64 group = blockIdx.x * (i64)(blockDim.x / LANES) + threadIdx.x / LANES;
@@ -237,12 +273,20 @@ extern "C" __global__ void encode_bands(
     u32 lane = threadIdx.x % LANES;
     i64 band = group * LANES + lane, length = length_of(band, num_values, layout);
     const u8 *own = codes + band * layout.band;
-    u16 *stream = words + group * LANES * layout.band;
+    i64 room = LANES * layout.band;
+    u16 *stream = words + group * room;
+    u8 *escaped = escapes + group * room;
     u32 x = START;
-    i64 place = 0;
+    i64 place = 0, escape = room;
     for (i64 t = layout.band - 1; t >= 0; t--) {
         bool active = t < length;
-        u32 entry = active ? slots[context_of[neighbours(own, levels, t, layout)] + own[t]] : 0;
+        int prediction;
+        u32 context = active ? modelled(own, t, layout, *model, prediction) : 0;
+        u32 symbol = active ? symbol_of(own[t], prediction, *model) : 1;
+        u32 entry = active ? slots[context_of[context] + symbol] : 0;
+        u32 escaping = __ballot_sync(0xFFFFFFFFu, symbol == 0);
+        escape -= __popc(escaping);
+        if (symbol == 0) escaped[escape + __popc(escaping & ((1u << lane) - 1))] = own[t];
         bool gives = active && gives_word(x, entry);
         u32 giving = __ballot_sync(0xFFFFFFFFu, gives);
         if (gives) {
@@ -253,13 +297,18 @@ extern "C" __global__ void encode_bands(
         if (active) x = encoded(x, entry);
     }
     if (length) states[band] = x;
-    if (lane == 0) used[group] = place;
+    if (lane == 0) {
+        used[2 * group] = place;
+        used[2 * group + 1] = room - escape;
+    }
 }
 
-// A warp a group, whose words are words[first[group] : first[group + 1]]; `damaged` becomes 1 where they do not fit.
+// A warp a group, whose words are words[first[group] : first[group + 1]] and whose escapes are so with first_escape;
+// `damaged` becomes 1 where they do not fit.
 extern "C" __global__ void decode_bands(
-    const u32 *states, const u16 *words, const i64 *first, i64 num_values, i64 left, i64 up, i64 restart,
-    i64 band_length, const u8 *levels, const u32 *context_of, const u32 *slots, u8 *codes, int *damaged
+    const u32 *states, const u16 *words, const i64 *first, const u8 *escapes, const i64 *first_escape, i64 num_values,
+    i64 left, i64 up, i64 restart, i64 band_length, const Model *model, const u32 *context_of, const u32 *slots,
+    u8 *codes, int *damaged
 ) {
     const Layout layout = {left, up, restart, band_length};
     i64 group = blockIdx.x * (i64)(blockDim.x / LANES) + threadIdx.x / LANES;
@@ -268,15 +317,25 @@ extern "C" __global__ void decode_bands(
     u32 lane = threadIdx.x % LANES;
     i64 band = group * LANES + lane, length = length_of(band, num_values, layout);
     u8 *own = codes + band * layout.band;
-    i64 place = first[group + 1], begin = first[group];
+    i64 place = first[group + 1], begin = first[group], escape = first_escape[group];
     u32 x = length ? states[band] : START;
     for (i64 t = 0; t < layout.band; t++) {
-        bool active = t < length;
+        bool active = t < length, escaped = false;
         if (active) {
-            u32 entry = slots[context_of[neighbours(own, levels, t, layout)] + (x & 1023)];
-            own[t] = (u8)entry;
+            int prediction;
+            u32 entry = slots[context_of[modelled(own, t, layout, *model, prediction)] + (x & 1023)];
+            own[t] = (u8)(entry + prediction + model->shift);
+            escaped = (entry & 255) == 0;
             x = decoded(x, entry);
         }
+        u32 escaping = __ballot_sync(0xFFFFFFFFu, escaped);
+        i64 after = escape + __popc(escaping);
+        if (after > first_escape[group + 1]) {  // the same for all lanes
+            *damaged = 1;
+            return;
+        }
+        if (escaped) own[t] = escapes[escape + __popc(escaping & ((1u << lane) - 1))];
+        escape = after;
         bool takes = active && x < START;
         u32 taking = __ballot_sync(0xFFFFFFFFu, takes);
         place -= __popc(taking);
@@ -286,7 +345,7 @@ extern "C" __global__ void decode_bands(
         }
         if (takes) x = x << 16 | words[place + __popc(taking & ((1u << lane) - 1))];
     }
-    if (place != begin || x != START) *damaged = 1;
+    if (place != begin || x != START || escape != first_escape[group + 1]) *damaged = 1;
 }
 
 #else
@@ -312,40 +371,54 @@ HOST(float64, Float64)
 HOST(float16, Float16)
 HOST(bfloat16, BFloat16)
 
-// One group, lane by lane at each step; gives the number of words.
+// One group, lane by lane at each step; gives the number of words. Escapes fill their room, num_values, from its end.
 extern "C" i64 encode_group(
-    const u8 *codes, i64 num_values, const Layout *layout, const u8 *levels, const u32 *context_of, const u32 *slots,
-    u32 *states, u16 *words
+    const u8 *codes, i64 num_values, const Layout *layout, const Model *model, const u32 *context_of, const u32 *slots,
+    u32 *states, u16 *words, u8 *escapes, i64 *num_escapes
 ) {
-    i64 place = 0;
+    i64 place = 0, escape = num_values;
     for (int lane = 0; lane < LANES; lane++) states[lane] = START;
     for (i64 t = layout->band - 1; t >= 0; t--) {
+        u8 of_step[LANES];
+        int escaped = 0;
         for (int lane = 0; lane < LANES; lane++) {
             if (t >= length_of(lane, num_values, *layout)) continue;
             const u8 *own = codes + lane * layout->band;
-            u32 entry = slots[context_of[neighbours(own, levels, t, *layout)] + own[t]];
+            int prediction, context = modelled(own, t, *layout, *model, prediction);
+            u32 symbol = symbol_of(own[t], prediction, *model);
+            u32 entry = slots[context_of[context] + symbol];
+            if (symbol == 0) of_step[escaped++] = own[t];
             if (gives_word(states[lane], entry)) {
                 words[place++] = (u16)states[lane];
                 states[lane] >>= 16;
             }
             states[lane] = encoded(states[lane], entry);
         }
+        escape -= escaped;
+        for (int i = 0; i < escaped; i++) escapes[escape + i] = of_step[i];
     }
+    *num_escapes = num_values - escape;
     return place;
 }
 
-// The same the other way round; gives how many words are left, or -1 where there were not enough.
+// The same the other way round; gives how many words and escapes are left, or -1 where there were not enough.
 extern "C" i64 decode_group(
-    u32 *states, const u16 *words, i64 place, i64 num_values, const Layout *layout, const u8 *levels,
-    const u32 *context_of, const u32 *slots, u8 *codes
+    u32 *states, const u16 *words, i64 place, const u8 *escapes, i64 num_escapes, i64 num_values, const Layout *layout,
+    const Model *model, const u32 *context_of, const u32 *slots, u8 *codes
 ) {
+    i64 escape = 0;
     for (i64 t = 0; t < layout->band; t++) {
         int taking = 0;
         for (int lane = 0; lane < LANES; lane++) {
             if (t >= length_of(lane, num_values, *layout)) continue;
             u8 *own = codes + lane * layout->band;
-            u32 entry = slots[context_of[neighbours(own, levels, t, *layout)] + (states[lane] & 1023)];
-            own[t] = (u8)entry;
+            int prediction, context = modelled(own, t, *layout, *model, prediction);
+            u32 entry = slots[context_of[context] + (states[lane] & 1023)];
+            own[t] = (u8)(entry + prediction + model->shift);
+            if ((entry & 255) == 0) {
+                if (escape == num_escapes) return -1;
+                own[t] = escapes[escape++];
+            }
             states[lane] = decoded(states[lane], entry);
             taking += states[lane] < START;
         }
@@ -356,7 +429,7 @@ extern "C" i64 decode_group(
             if (t < length_of(lane, num_values, *layout) && states[lane] < START)
                 states[lane] = states[lane] << 16 | words[next++];
     }
-    return place;
+    return place + num_escapes - escape;
 }
 
 #endif

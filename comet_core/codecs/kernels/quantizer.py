@@ -3,8 +3,8 @@
 `context_coder.py` calls them for the groups of a task at once.
 
 One pass over the values quantises and compares what the decoder will return with the original, block by block in the
-first-level cache. Within a block the loops have no branch, so that they become vector instructions; codes of 0 are rare
-and looked up in a second walk over the blocks that have some. numba knows no 16-bit floats: a float16 comes as uint16
+first-level cache. Within a block the loops have no branch, so that they become vector instructions; missed values are
+rare, and found in a second walk over the blocks that have some. numba knows no 16-bit floats: a float16 comes as uint16
 and a bfloat16 as int16, is widened to float32 on the way in, and rounded in the check as on the way out.
 """
 
@@ -185,10 +185,11 @@ def _quantize_block(
     else:
         for j in range(len(x)):
             value = _value(x, j)
-            q = np.rint(value * _of(inverse, j)) - _of(offset, j)
+            q = np.rint(value * _of(inverse, j) - _of(offset, j))
             q = q if abs(q) <= most else zero
             y = _rounded((q + _of(offset, j)) * _of(step, j), x)
-            wide[j] = np.int32(q) + 128 if abs(value - y) <= _of(limit, j) else 0
+            most_error = _of(limit, j) if value != zero else zero
+            wide[j] = np.int32(q) + 128 if abs(value - y) <= most_error else 0
 
 
 @compiled
@@ -212,8 +213,8 @@ def _quantize_dithered(
     for j in range(len(x)):
         value = _value(x, j)
         size = abs(value) if sign_exact else value
-        k = np.rint(size * inverse[j] + noise[j])
-        q = k + one if sign_exact else k - offset[j] + (one if k >= offset[j] else zero)
+        k = np.rint((size * inverse[j] if sign_exact else size * inverse[j] - offset[j]) + noise[j])
+        q = k + one if sign_exact else k + (one if k >= zero else zero)
         q = q if abs(q) <= most else zero
         place = (q - one if sign_exact else q - (one if q > zero else zero) + offset[j]) - noise[j]
         place = abs(place * step[j]) if sign_exact else place * step[j]
@@ -227,17 +228,15 @@ def _quantize_dithered(
 @compiled
 def _quantize(
     x: np.ndarray, start: int, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray, inner: int,
-    sign_exact: bool, key: int, skipped: int, num_codes: int, codes: np.ndarray, escapes: np.ndarray,
-    missed: np.ndarray,
-) -> tuple[int, int]:  # fmt: skip
-    """Fill codes, escapes and missed (indices into x); the numbers of the latter, or -1 where there is no room."""
+    sign_exact: bool, key: int, codes: np.ndarray, missed: np.ndarray,
+) -> int:  # fmt: skip
+    """Fill codes and missed (indices into x); the number of the latter, or -1 where there is no room."""
     work = step.dtype.type
     steps, inverses = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
     offsets, limits = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
     noise = np.empty(_BLOCK, step.dtype)
     wide = np.empty(_BLOCK, np.int32)
-    num_escapes, num_missed = 0, 0
-    shift, last = np.uint8(skipped), np.uint8(num_codes - 1)
+    num_missed = 0
     for first in range(0, len(x), _BLOCK):
         values = x[first : first + _BLOCK]
         count = len(values)
@@ -259,21 +258,17 @@ def _quantize(
         of_block = codes[first : first + count]
         smallest = np.uint8(255)
         for j in range(count):
-            code = np.uint8(np.uint8(wide[j]) - shift)
-            code = code if code <= last else np.uint8(0)
+            code = np.uint8(wide[j])
             of_block[j] = code
             smallest = min(smallest, code)
         if smallest == 0:
             for j in range(count):
                 if of_block[j] == 0:
-                    if num_escapes == len(escapes):
-                        return -1, 0
-                    escapes[num_escapes] = wide[j]
-                    num_escapes += 1
-                    if wide[j] == 0:
-                        missed[num_missed] = first + j
-                        num_missed += 1
-    return num_escapes, num_missed
+                    if num_missed == len(missed):
+                        return -1
+                    missed[num_missed] = first + j
+                    num_missed += 1
+    return num_missed
 
 
 @compiled
@@ -308,16 +303,15 @@ def _level_dithered(
 
 @compiled
 def _dequantize(
-    codes: np.ndarray, escapes: np.ndarray, start: int, step: np.ndarray, offset: np.ndarray, inner: int,
-    sign_exact: bool, key: int, skipped: int, missed: np.ndarray, out: np.ndarray,
+    codes: np.ndarray, start: int, step: np.ndarray, offset: np.ndarray, inner: int, sign_exact: bool, key: int,
+    missed: np.ndarray, out: np.ndarray,
 ) -> int:  # fmt: skip
-    """Fill out and missed (indices into out); the number of the latter, -1 where the escapes do not fit the codes."""
+    """Fill out and missed (indices into out); the number of the latter, -1 where there is no room."""
     work = step.dtype.type
     steps, offsets = np.empty(_BLOCK, step.dtype), np.empty(_BLOCK, step.dtype)
     noise = np.empty(_BLOCK, step.dtype)
-    wide = np.empty(_BLOCK, np.uint8)
-    num_escapes, num_missed = 0, 0
-    shift = np.uint8(skipped)
+    wide = np.empty(_BLOCK, np.uint8)  # which no compiler takes for a part of out
+    num_missed = 0
     for first in range(0, len(out), _BLOCK):
         values = out[first : first + _BLOCK]
         count = len(values)
@@ -325,19 +319,14 @@ def _dequantize(
         smallest = np.uint8(255)
         for j in range(count):
             smallest = min(smallest, of_block[j])
-            wide[j] = np.uint8(of_block[j] + shift)
+            wide[j] = of_block[j]
         if smallest == 0:
             for j in range(count):
                 if of_block[j] == 0:
-                    if num_escapes == len(escapes):
+                    if num_missed == len(missed):
                         return -1
-                    wide[j] = escapes[num_escapes]
-                    num_escapes += 1
-                    if wide[j] == 0:
-                        if num_missed == len(missed):
-                            return -1
-                        missed[num_missed] = first + j
-                        num_missed += 1
+                    missed[num_missed] = first + j
+                    num_missed += 1
         channel = -1 if key >= 0 else _one_channel(start + first, count, inner, len(step))
         if channel >= 0:
             _level_block(wide, step[channel], offset[channel], sign_exact, work, values)
@@ -349,52 +338,46 @@ def _dequantize(
                 _level_dithered(wide, steps, offsets, noise, sign_exact, values)
             else:
                 _level_block(wide, steps, offsets, sign_exact, work, values)
-    return num_missed if num_escapes == len(escapes) else -1
+    return num_missed
 
 
 @compiled
 def quantize_groups(
     x: np.ndarray, start: int, group: int, step: np.ndarray, inverse: np.ndarray, offset: np.ndarray, limit: np.ndarray,
-    inner: int, sign_exact: bool, key: int, skipped: int, codes: np.ndarray, escapes: np.ndarray, missed: np.ndarray,
-    num_codes: int, counts: np.ndarray,
+    inner: int, sign_exact: bool, key: int, codes: np.ndarray, missed: np.ndarray, num_missed: np.ndarray,
 ) -> None:  # fmt: skip
-    """Quantise group after group of x; a row of escapes and missed for each, and their numbers in counts (G, 2).
+    """Quantise group after group of x; a row of missed values (indices into the group) for each, and their numbers.
 
-    missed are indices into the group; a number of escapes of -1 says that they are more than a quarter of it.
+    A number of -1 says that they are more than a quarter of the group.
     """
-    for index in range(len(counts)):
+    for index in range(len(num_missed)):
         first = index * group
         values = x[first : first + group]
-        counts[index] = _quantize(
-            values, start + first, step, inverse, offset, limit, inner, sign_exact, key, skipped, num_codes,
-            codes[first : first + group], escapes[index, : len(values) // 4], missed[index],
+        num_missed[index] = _quantize(
+            values, start + first, step, inverse, offset, limit, inner, sign_exact, key, codes[first : first + group],
+            missed[index, : len(values) // 4],
         )  # fmt: skip
-        if counts[index, 0] < 0:
-            codes[first : first + group] = 0  # the coder looks codes up, also those of a group that is not kept
 
 
 @compiled
 def dequantize_groups(
-    codes: np.ndarray, escapes: np.ndarray, start: int, group: int, step: np.ndarray, offset: np.ndarray, inner: int,
-    sign_exact: bool, key: int, skipped: int, counts: np.ndarray, missed: np.ndarray, out: np.ndarray,
+    codes: np.ndarray, start: int, group: int, step: np.ndarray, offset: np.ndarray, inner: int, sign_exact: bool,
+    key: int, num_missed: np.ndarray, missed: np.ndarray, out: np.ndarray,
 ) -> bool:  # fmt: skip
-    """The inverse of quantize_groups, escapes and missed of all groups in a row; False where they do not fit.
+    """The inverse of quantize_groups, missed values of all groups in a row; False where their numbers are others.
 
     out lacks the missed values, of which `missed` (indices into the group) tells the places.
     """
-    first_escape, first_missed = 0, 0
-    for index in range(len(counts)):
+    first_missed = 0
+    for index in range(len(num_missed)):
         first = index * group
-        num_escapes, num_missed = counts[index]
         found = _dequantize(
-            codes[first : first + group], escapes[first_escape : first_escape + num_escapes], start + first, step,
-            offset, inner, sign_exact, key, skipped, missed[first_missed : first_missed + num_missed],
-            out[first : first + group],
+            codes[first : first + group], start + first, step, offset, inner, sign_exact, key,
+            missed[first_missed : first_missed + num_missed[index]], out[first : first + group],
         )  # fmt: skip
-        if found != num_missed:
+        if found != num_missed[index]:
             return False
-        first_escape += num_escapes
-        first_missed += num_missed
+        first_missed += num_missed[index]
     return True
 
 
@@ -404,13 +387,12 @@ def _quantize_runs(
     inner: int, sign_exact: bool, key: int, codes: np.ndarray,
 ) -> None:  # fmt: skip
     length = codes.shape[1]
-    escapes, missed = np.empty(length, np.uint8), np.empty(length, np.int32)
+    missed = np.empty(length, np.int32)
     for run in range(len(starts)):
         start = starts[run]
         _quantize(
-            x[start : start + length], start, step, inverse, offset, limit, inner, sign_exact, key, 0, 256,
-            codes[run], escapes, missed,
-        )  # fmt: skip
+            x[start : start + length], start, step, inverse, offset, limit, inner, sign_exact, key, codes[run], missed
+        )
 
 
 def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:

@@ -5,16 +5,16 @@ bit; the tests hold them against this file. What is written here is therefore ch
 and multiplication are correctly rounded IEEE operations, nothing is fused, and each result is rounded once. Speed is
 not a goal.
 
-The error-bounded codec's quantiser has a step s a little below 2 * bound, and for each channel an integer offset o. All
+The error-bounded codec's quantiser has a step s a little below 2 * bound, and for each channel an offset o. All
 arithmetic is in the working dtype (float64 for float64, else float32), r is 1 / s:
 
-    plain (mid-tread)        q = rint(x * r) - o                     y = (q + o) * s
+    plain (mid-tread)        q = rint(x * r - o)                     y = (q + o) * s
     sign exact (mid-rise     q = sign(x) * max(ceil(|x| * r), 1)     y = sign(q) * ((2 |q| - 1) * (s / 2))
     with a zero of its own)  q = 0 where x = 0                       y = 0 where q = 0
 
 Dithered, with d uniform in [-1/2, 1/2), a hash of a key and of the value's index, and a zero of its own in both:
 
-    plain                    k = rint(x * r + d) - o                 y = ((k + o) - d) * s
+    plain                    k = rint((x * r - o) + d)               y = ((k + o) - d) * s
                              q = k + 1 where k >= 0, else k
     sign exact               k = rint(|x| * r + d)                   y = sign(q) * |(k - d) * s|
                              q = sign(x) * (k + 1)
@@ -24,8 +24,8 @@ The error of a plain value is then uniform and independent of the value: subtrac
 both sign and bound.
 
 |q| must be at most 127, and |x - y| computed in the working dtype at most a limit that keeps the bound in exact
-arithmetic, for the y that the decoder returns, rounded to the tensor's dtype. What misses (so also NaN and infinities)
-is kept as it is.
+arithmetic, for the y that the decoder returns, rounded to the tensor's dtype; and zeros must stay zero, which they do
+without checking where o is a whole number. What misses (so also NaN and infinities) is kept as it is.
 """
 
 import math
@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comet_core.codecs.kernels.contexts import NO_LEVEL, SLOTS, START, Layout, Tables
+from comet_core.codecs.kernels.contexts import ALONE, MIDDLE, NO_LEFT, NO_UP, SLOTS, START, Layout, Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Grid:
     inverse: Tensor
     """(C,) 1 / step."""
     offset: Tensor
-    """(C,) whole numbers, at most 2**21 in magnitude; zero where sign_exact."""
+    """(C,) in steps, at most 2**21 in magnitude; zero where sign_exact."""
     limit: Tensor
     """(C,) a distance that is no larger, computed in the working dtype, keeps the bound in exact arithmetic."""
     inner: int
@@ -101,24 +101,18 @@ def encode_values(
 ) -> list[tuple[int, int, bytes | Tensor] | None]:
     """Encode the (n,) values of x, which begin with a group at index `start` of the whole memory.
 
-    Gives for each group its numbers of escapes and of missed values, and its part: escapes, missed values, payload;
-    bytes on the CPU, uint8 on a GPU. None where more than a quarter of a group's values are escapes.
+    Gives for each group its numbers of escapes and of missed values, and its part: escapes, missed values, payload
+    (`_encode_group`); bytes on the CPU, uint8 on a GPU. None where a quarter of a group's values are not enough for one
+    of the numbers.
     """
-    codes = torch.zeros(layout.coded(len(x)), dtype=torch.uint8, device=x.device)
-    groups = x.split(layout.group)
-    found = [
-        quantize(group, start + first, grid, tables.low, len(tables.levels), of_group)
-        for group, first, of_group in zip(
-            groups, range(0, len(x), layout.group), codes[: len(x)].split(layout.group), strict=True
-        )
-    ]
     result: list[tuple[int, int, bytes | Tensor] | None] = []
-    for group, (escapes, missed), payload in zip(
-        groups, found, encode_bands(codes, len(x), layout, tables), strict=True
-    ):
+    for index, group in enumerate(x.split(layout.group)):
+        codes, missed = quantize(group, start + index * layout.group, grid)
+        escapes, payload = _encode_group(codes, layout, tables)
         part = torch.cat([escapes, group[missed].view(torch.uint8), payload])
         held = part.numpy().tobytes() if x.device.type == "cpu" else part
-        result.append((len(escapes), len(missed), held) if len(escapes) <= len(group) // 4 else None)
+        fits = max(len(escapes), len(missed)) <= len(group) // 4
+        result.append((len(escapes), len(missed), held) if fits else None)
     return result
 
 
@@ -130,34 +124,24 @@ def decode_values(
 
     False where the parts are not such. No part is shorter than its counts say.
     """
-    groups, payloads, beside = out.split(layout.group), [], []
-    for part, num_escapes, num_missed in found:
+    for index, ((part, num_escapes, num_missed), group) in enumerate(zip(found, out.split(layout.group), strict=True)):
         data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
         sizes = num_escapes, num_missed * out.itemsize
         escapes, exact, payload = data.split((*sizes, len(data) - sum(sizes)))
-        beside.append((escapes, exact.clone().view(out.dtype)))
-        payloads.append(payload)
-    codes = torch.empty(len(out), dtype=torch.uint8, device=out.device)
-    if not decode_bands(payloads, layout, tables, codes):
-        return False
-    for group, first, of_group, (escapes, exact) in zip(
-        groups, range(0, len(out), layout.group), codes.split(layout.group), beside, strict=True
-    ):
-        missed = dequantize(of_group, escapes, start + first, grid, tables.low, group)
-        if missed is None or len(missed) != len(exact):
+        codes = torch.empty(len(group), dtype=torch.uint8, device=out.device)
+        if not _decode_group(payload, escapes, layout, tables, codes):
             return False
-        group[missed] = exact
+        missed = dequantize(codes, start + index * layout.group, grid, group)
+        if len(missed) != num_missed:
+            return False
+        group[missed] = exact.clone().view(out.dtype)
     return True
 
 
-def quantize(
-    x: Tensor, start: int, grid: Grid, low: int, num_codes: int, codes: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Quantise the (n,) values of x, which begin at index `start` of the whole memory, into codes (n,) uint8.
+def quantize(x: Tensor, start: int, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Codes (n,) uint8 of the (n,) values of x, which begin at index `start` of the whole memory: q + 128.
 
-    Code c > 0 stands for q = c - 1 + low, where `num_codes` counts the code 0. The values with code 0 are the escapes:
-    for each of them, in order, a byte is q + 128, or 0 where q does not keep the bound. Gives the escapes (uint8) and
-    the indices (int32) of these last.
+    0 for q that does not keep the bound; the indices (int32) of these come second.
     """
     step, inverse, offset, limit = grid.of_values(start, len(x))
     values = x.to(step.dtype)
@@ -167,47 +151,35 @@ def quantize(
     q = torch.where(fits, q, 0)
     y = level(q, step, offset, grid.sign_exact, noise).to(x.dtype).to(step.dtype)
     good = fits & ((values - y).abs() <= limit)
-    if grid.sign_exact:
-        good &= torch.sign(y) == torch.sign(values)
-    wide = torch.where(good, q + 128, 0).to(torch.uint8)
-    code = wide.to(torch.int16) - (low + 127)
-    codes.copy_(torch.where((code > 0) & (code < num_codes), code, 0))
-    return wide[codes == 0], (wide == 0).nonzero()[:, 0].to(torch.int32)
+    good &= (torch.sign(y) == torch.sign(values)) if grid.sign_exact else ((values != 0) | (y == 0))
+    return torch.where(good, q + MIDDLE, 0).to(torch.uint8), (~good).nonzero()[:, 0].to(torch.int32)
 
 
 def quantize_runs(x: Tensor, starts: np.ndarray, grid: Grid, codes: Tensor) -> None:
-    """Fill codes (R, n) uint8 with q + 128, or 0, for the n values of x, the whole memory, from each of R starts on."""
+    """Fill codes (R, n) uint8 with those of the n values of x, the whole memory, from each of R starts on."""
     length = codes.shape[1]
     for start, of_run in zip(starts.tolist(), codes, strict=True):
-        quantize(x[start : start + length], start, grid, -127, 256, of_run)
+        of_run.copy_(quantize(x[start : start + length], start, grid)[0])
 
 
-def dequantize(codes: Tensor, escapes: Tensor, start: int, grid: Grid, low: int, out: Tensor) -> Tensor | None:
-    """Write the values of (n,) codes into out (n,); gives the indices of missed values, which out lacks.
-
-    None where the escapes do not fit the codes.
-    """
-    escaped = codes == 0
-    if int(escaped.sum()) != len(escapes):
-        return None
+def dequantize(codes: Tensor, start: int, grid: Grid, out: Tensor) -> Tensor:
+    """Write the values of (n,) codes into out (n,); gives the indices (int32) of missed values, which out lacks."""
     step, _, offset, _ = grid.of_values(start, len(out))
-    wide = codes.to(torch.int16) + (low + 127)
-    wide[escaped] = escapes.to(torch.int16)
-    out.copy_(level(wide.to(step.dtype) - 128, step, offset, grid.sign_exact, grid.noise(start, len(out))))
-    return (wide == 0).nonzero()[:, 0].to(torch.int32)
+    q = codes.to(step.dtype) - MIDDLE
+    out.copy_(level(q, step, offset, grid.sign_exact, grid.noise(start, len(out))))
+    return (codes == 0).nonzero()[:, 0].to(torch.int32)
 
 
 def quantized(x: Tensor, inverse: Tensor, offset: Tensor, sign_exact: bool, noise: Tensor | None = None) -> Tensor:
     """The whole numbers q of values x, all in the working dtype; NaN and infinities stay such."""
     if noise is not None:
-        k = torch.round((x.abs() if sign_exact else x) * inverse + noise)
-        q = torch.sign(x) * (k + 1) if sign_exact else k - offset + (k >= offset).to(k.dtype)
-        return torch.where(x == 0, 0, q)
+        k = torch.round((x.abs() * inverse if sign_exact else x * inverse - offset) + noise)
+        return torch.where(x == 0, 0, torch.sign(x) * (k + 1) if sign_exact else k + (k >= 0).to(k.dtype))
     if sign_exact:
         magnitude = torch.ceil(x.abs() * inverse)
         # A product may underflow to 0; a non-zero must not become zero by that.
         return torch.sign(x) * torch.where(x == 0, magnitude, magnitude.clamp(min=1))
-    return torch.round(x * inverse) - offset
+    return torch.round(x * inverse - offset)
 
 
 def level(q: Tensor, step: Tensor, offset: Tensor, sign_exact: bool, noise: Tensor | None = None) -> Tensor:
@@ -223,49 +195,37 @@ def level(q: Tensor, step: Tensor, offset: Tensor, sign_exact: bool, noise: Tens
     return (q + offset) * step
 
 
-def encode_bands(codes: Tensor, num_values: int, layout: Layout, tables: Tables) -> list[Tensor]:
-    """Code the first num_values of codes (layout.coded(num_values),) uint8: a payload for each group.
+def _encode_group(codes: Tensor, layout: Layout, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Escapes and payload, both uint8, of the codes of a group.
 
-    A payload is uint8: the bands' last states (uint32), then the words (uint16). See `context_coder` for what happens
-    to a state.
+    A payload is the bands' last states (uint32), then the words (uint16). See `context_coder` for what happens to a
+    state, and for the order of words and escapes.
     """
-    return [_encode_group(group, layout, tables) for group in codes[:num_values].split(layout.group)]
-
-
-def _encode_group(codes: Tensor, layout: Layout, tables: Tables) -> Tensor:
     count = len(codes)
     active = _active(count, layout, codes.device)
     band, num_bands = active.shape
     of_step = torch.nn.functional.pad(codes, (0, num_bands * band - count)).view(num_bands, band).t().long()
-    levels = torch.from_numpy(tables.levels).to(codes.device)[of_step].long()
-    contexts, step = torch.zeros_like(levels), torch.arange(band, device=codes.device)[:, None]
-    for distance, period, shift in ((layout.left, layout.up, 4), (layout.up, layout.restart, 0)):
-        neighbour = torch.full_like(levels, NO_LEVEL)
-        neighbour[distance:] = levels[:-distance]
-        contexts |= torch.where(step % period >= distance, neighbour, NO_LEVEL) << shift
     context_of, slots = (torch.from_numpy(table.astype(np.int64)).to(codes.device) for table in tables.for_encoding)
-    entries = slots[context_of[contexts] + of_step]
-    frequencies, firsts = entries >> 16, entries & 0xFFFF
     x = torch.full((num_bands,), START, dtype=torch.int64, device=codes.device)
-    words = []
+    words, escapes = [], []
     for t in range(band - 1, -1, -1):
-        frequency = frequencies[t]
+        prediction, context = _modelled(of_step, t, layout, tables)
+        symbol = (of_step[t] - prediction - tables.shift) % 256
+        symbol[(of_step[t] == 0) | (symbol >= tables.frequencies.shape[1])] = 0
+        escapes.append(of_step[t][active[t] & (symbol == 0)])
+        entry = slots[context_of[context] + symbol]
+        frequency, first = entry >> 16, entry & 0xFFFF
         full = active[t] & (x >= frequency << 22)
         words.append(x[full] & 0xFFFF)
         x = torch.where(full, x >> 16, x)
-        coded = (x // frequency << 10) + x % frequency + firsts[t]
-        x = torch.where(active[t], coded, x)
+        x = torch.where(active[t], (x // frequency << 10) + x % frequency + first, x)
     unsigned = torch.cat([x & 0xFFFF, x >> 16]).view(2, -1).t().reshape(-1)
-    return torch.cat([unsigned, *words]).to(torch.uint16).view(torch.uint8)
+    payload = torch.cat([unsigned, *words]).to(torch.uint16).view(torch.uint8)
+    return torch.cat(escapes[::-1]).to(torch.uint8), payload
 
 
-def decode_bands(payloads: Sequence[Tensor], layout: Layout, tables: Tables, codes: Tensor) -> bool:
-    """Fill codes (n,) uint8 from what encode_bands gave; False where a payload is not such."""
-    groups = codes.split(layout.group)
-    return all(_decode_group(payload, layout, tables, group) for payload, group in zip(payloads, groups, strict=True))
-
-
-def _decode_group(payload: Tensor, layout: Layout, tables: Tables, codes: Tensor) -> bool:
+def _decode_group(payload: Tensor, escapes: Tensor, layout: Layout, tables: Tables, codes: Tensor) -> bool:
+    """Fill codes (n,) uint8 from what _encode_group gave; False where it is not such."""
     active = _active(len(codes), layout, codes.device)
     band, num_bands = active.shape
     if len(payload) < 4 * num_bands or len(payload) % 2:
@@ -273,13 +233,19 @@ def _decode_group(payload: Tensor, layout: Layout, tables: Tables, codes: Tensor
     halves = payload.clone().view(torch.uint16).to(torch.int64)
     x, words = halves[0 : 2 * num_bands : 2] | halves[1 : 2 * num_bands : 2] << 16, halves[2 * num_bands :]
     context_of, slots = (torch.from_numpy(table.astype(np.int64)).to(codes.device) for table in tables.for_decoding)
-    used = len(words)
-    of_step, levels = torch.zeros_like(active, dtype=torch.uint8), torch.zeros_like(active, dtype=torch.int64)
-    none = torch.full_like(levels[0], NO_LEVEL)
+    used, taken = len(words), 0
+    of_step = torch.zeros_like(active, dtype=torch.int64)
     for t in range(band):
-        left = levels[t - layout.left] if t % layout.up >= layout.left else none
-        up = levels[t - layout.up] if t % layout.restart >= layout.up else none
-        entry = slots[context_of[left << 4 | up] + (x & (SLOTS - 1))]
+        prediction, context = _modelled(of_step, t, layout, tables)
+        entry = slots[context_of[context] + (x & (SLOTS - 1))]
+        symbol = entry & 255
+        of_step[t] = (symbol + prediction + tables.shift) % 256
+        escaped = active[t] & (symbol == 0)
+        count = int(escaped.sum())
+        if count > len(escapes) - taken:
+            return False
+        of_step[t][escaped] = escapes[taken : taken + count].long()
+        taken += count
         x = torch.where(active[t], (entry >> 22) * (x >> 10) + (entry >> 12 & 1023), x)
         short = x < START
         count = int(short.sum())
@@ -287,9 +253,33 @@ def _decode_group(payload: Tensor, layout: Layout, tables: Tables, codes: Tensor
             return False
         x[short] = x[short] << 16 | words[used - count : used]
         used -= count
-        of_step[t], levels[t] = entry & 255, entry >> 8 & 15
     codes.copy_(of_step.t().reshape(-1)[: len(codes)])
-    return used == 0 and bool((x == START).all())
+    return used == 0 and taken == len(escapes) and bool((x == START).all())
+
+
+def _modelled(of_step: Tensor, t: int, layout: Layout, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Predictions and contexts (bands,) of the codes of step t, of_step (steps, bands) int64, as `Tables` says."""
+    has_left, has_up = t % layout.up >= layout.left, t % layout.restart >= layout.up
+    middle = torch.full_like(of_step[0], MIDDLE)
+    before = of_step[t - layout.left] if has_left else middle
+    above = of_step[t - layout.up] if has_up else middle
+    levels = [torch.from_numpy(levels).to(of_step) for levels in (tables.first_levels, tables.second_levels)]
+
+    def level_of(values: Tensor, which: int) -> Tensor:
+        return (values[:, None] >= levels[which]).sum(1)
+
+    alone = torch.full_like(middle, ALONE)
+    if not tables.predicts:
+        first, second = level_of(before, 0) if has_left else alone, level_of(above, 1) if has_up else alone
+        return middle, first << 4 | second
+    if has_left and has_up:
+        corner = of_step[t - layout.left - layout.up]
+        prediction = torch.stack((before, above, before + above - corner)).median(0).values
+        first = level_of(((before - corner).abs() + (above - corner).abs()).clamp(max=255), 0)
+    else:
+        prediction = before if has_left else above
+        first = torch.full_like(middle, NO_UP if has_left else NO_LEFT if has_up else ALONE)
+    return prediction, first << 4 | level_of(prediction, 1)
 
 
 def _active(count: int, layout: Layout, device: torch.device) -> Tensor:

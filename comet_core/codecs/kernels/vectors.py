@@ -1,10 +1,10 @@
-"""Vectors of 16 numbers for numba kernels: what a loop does to 16 lanes at once, said so that no compiler can miss it.
+"""Vectors for numba kernels: what a loop does to 16 or 64 lanes at once, said so that no compiler can miss it.
 
 numba turns simple loops into vector instructions by itself, but not loops that look up tables or move a varying number
-of words, which is all that an entropy coder does. `Vector` is a numba type of 16 uint32, `Mask` one of 16 bits; the
-functions below and the operators + - * & | << >> < >= become generic LLVM instructions (gather, scatter, compress,
-expand), which LLVM turns into AVX-512 where the processor has it and into shorter steps where not. The results are the
-same everywhere. Scalars are taken for all 16 lanes.
+of words, which is all that an entropy coder does. `Vector` is a numba type of 16 uint32 and `Row` one of 64 uint8,
+`Mask` and `RowMask` are of as many bits; the functions below and the operators + - * & | << >> < > >= become generic
+LLVM instructions (gather, compress, expand), which LLVM turns into AVX-512 where the processor has it and into shorter
+steps where not. The results are the same everywhere. Scalars are taken for all lanes.
 
 Addresses are not checked: the caller keeps every index inside its array.
 """
@@ -18,7 +18,7 @@ from numba import extending
 from numba.core import cgutils, types
 from numba.extending import models, overload, register_model
 
-LANES = 16
+LANES, ROW_LANES = 16, 64
 
 intrinsic: Callable[[Any], Any] = extending.intrinsic  # numba's own type hides that a call lacks the typing context
 
@@ -36,34 +36,49 @@ def _constant(element: ir.Type, value: int) -> ir.Constant:
 
 
 class _VectorType(types.Type):
-    def __init__(self, name: str, element: ir.Type) -> None:
-        self.element = element
+    def __init__(self, name: str, element: ir.Type, num_lanes: int, scalar: types.Type) -> None:
+        self.form = ir.VectorType(element, num_lanes)
+        self.scalar = scalar
         super().__init__(name)
 
 
-Vector = _VectorType("Vector", _I32)
-Mask = _VectorType("Mask", _I1)
+Vector = _VectorType("Vector", _I32, LANES, types.uint32)
+Mask = _VectorType("Mask", _I1, LANES, types.boolean)
+Row = _VectorType("Row", _I8, ROW_LANES, types.uint8)
+RowMask = _VectorType("RowMask", _I1, ROW_LANES, types.boolean)
+_MASKS = {Vector: Mask, Row: RowMask}
 
 
 @register_model(_VectorType)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, data_model_manager: Any, numba_type: _VectorType) -> None:
-        super().__init__(data_model_manager, numba_type, _lanes(numba_type.element))
+        super().__init__(data_model_manager, numba_type, numba_type.form)
 
 
-def _as_vector(context: Any, builder: Any, kind: types.Type, value: Any) -> Any:
-    if kind == Vector:
-        return value
-    scalar = context.cast(builder, value, kind, types.uint32)
-    empty = ir.Constant(_lanes(_I32), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(empty, scalar, _I32(0)), empty, _constant(_I32, 0))
+def _kind_of(*kinds: types.Type) -> Any:
+    """The vector type among the kinds of arguments, the others of which are scalars."""
+    return next(kind for kind in kinds if kind in _MASKS)
 
 
-def _address(context: Any, builder: Any, kinds: Any, args: Any, element: ir.Type) -> Any:
-    """Pointer to lanes of `element` at array args[0], index args[1]."""
+def _as_vectors(context: Any, builder: Any, kinds: Any, args: Any) -> list[Any]:
+    """The arguments, scalars repeated in all lanes."""
+    kind = _kind_of(*kinds)
+    empty, zeros = (ir.Constant(kind.form, ir.Undefined), ir.Constant(ir.VectorType(_I32, kind.form.count), None))
+    return [
+        arg
+        if of_arg == kind
+        else builder.shuffle_vector(
+            builder.insert_element(empty, context.cast(builder, arg, of_arg, kind.scalar), _I32(0)), empty, zeros
+        )
+        for of_arg, arg in zip(kinds, args, strict=True)
+    ]
+
+
+def _address(context: Any, builder: Any, kinds: Any, args: Any, form: ir.VectorType) -> Any:
+    """Pointer to a vector at array args[0], index args[1]."""
     data = context.make_array(kinds[0])(context, builder, args[0]).data
     place = builder.gep(data, [context.cast(builder, args[1], kinds[1], types.int64)])
-    return builder.bitcast(place, _lanes(element).as_pointer())
+    return builder.bitcast(place, form.as_pointer())
 
 
 def _addresses(context: Any, builder: Any, array_kind: Any, array: Any, places: Any, unit: ir.Type) -> Any:
@@ -83,11 +98,9 @@ def _operator(instruction: str) -> Callable[..., Any]:
     @intrinsic
     def apply(typing_context: Any, a: Any, b: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return getattr(builder, instruction)(
-                *(_as_vector(context, builder, kind, arg) for kind, arg in zip(signature.args, args, strict=True))
-            )
+            return getattr(builder, instruction)(*_as_vectors(context, builder, signature.args, args))
 
-        return Vector(a, b), generate
+        return _kind_of(a, b)(a, b), generate
 
     return apply
 
@@ -96,19 +109,17 @@ def _comparison(sign: str) -> Callable[..., Any]:
     @intrinsic
     def apply(typing_context: Any, a: Any, b: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.icmp_unsigned(
-                sign,
-                *(_as_vector(context, builder, kind, arg) for kind, arg in zip(signature.args, args, strict=True)),
-            )
+            return builder.icmp_unsigned(sign, *_as_vectors(context, builder, signature.args, args))
 
-        return Mask(a, b), generate
+        return _MASKS[_kind_of(a, b)](a, b), generate
 
     return apply
 
 
 def _overload(python_operator: Callable[..., Any], apply: Callable[..., Any]) -> None:
     def implement(a, b):  # type: ignore[no-untyped-def]  # numba compares signatures, annotations included
-        if Vector in (a, b) and all(kind == Vector or isinstance(kind, types.Integer) for kind in (a, b)):
+        vectors = {kind for kind in (a, b) if kind in _MASKS}
+        if len(vectors) == 1 and all(kind in vectors or isinstance(kind, types.Integer) for kind in (a, b)):
             return lambda a, b: apply(a, b)
         return None
 
@@ -120,7 +131,7 @@ for _python_operator, _instruction in (
     (operator.or_, "or_"), (operator.lshift, "shl"), (operator.rshift, "lshr"),
 ):  # fmt: skip
     _overload(_python_operator, _operator(_instruction))
-for _python_operator, _sign in ((operator.lt, "<"), (operator.ge, ">=")):
+for _python_operator, _sign in ((operator.lt, "<"), (operator.ge, ">="), (operator.gt, ">")):
     _overload(_python_operator, _comparison(_sign))
 
 
@@ -145,12 +156,9 @@ def select(typing_context: Any, mask: Any, a: Any, b: Any) -> Any:
     """a where the mask is set, else b."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        chosen = (
-            _as_vector(context, builder, kind, arg) for kind, arg in zip(signature.args[1:], args[1:], strict=True)
-        )
-        return builder.select(args[0], *chosen)
+        return builder.select(args[0], *_as_vectors(context, builder, signature.args[1:], args[1:]))
 
-    return Vector(mask, a, b), generate
+    return _kind_of(a, b)(mask, a, b), generate
 
 
 @intrinsic
@@ -175,7 +183,7 @@ def _load(element: ir.Type) -> Callable[..., Any]:
     @intrinsic
     def load(typing_context: Any, array: Any, start: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = builder.load(_address(context, builder, signature.args, args, element))
+            value = builder.load(_address(context, builder, signature.args, args, _lanes(element)))
             value.align = 1
             return value if element is _I32 else builder.zext(value, _lanes(_I32))
 
@@ -189,7 +197,7 @@ def _store(element: ir.Type) -> Callable[..., Any]:
     def store(typing_context: Any, array: Any, start: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             lanes = args[2] if element is _I32 else builder.trunc(args[2], _lanes(element))
-            builder.store(lanes, _address(context, builder, signature.args, args, element)).align = 1
+            builder.store(lanes, _address(context, builder, signature.args, args, _lanes(element))).align = 1
             return context.get_dummy_value()
 
         return types.void(array, start, value), generate
@@ -234,7 +242,7 @@ def append(typing_context: Any, array: Any, start: Any, value: Any, mask: Any) -
             _lanes(_I16),
             [halves, args[3], ir.Constant(_lanes(_I16), ir.Undefined)],
         )
-        builder.store(packed, _address(context, builder, signature.args, args, _I16)).align = 1
+        builder.store(packed, _address(context, builder, signature.args, args, _lanes(_I16))).align = 1
         return context.get_dummy_value()
 
     return types.void(array, start, value, mask), generate
@@ -245,8 +253,120 @@ def take(typing_context: Any, array: Any, start: Any, mask: Any) -> Any:
     """The inverse of `append`: neighbours from array[start:] of uint16 to the lanes in the mask, 0 to the others."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.bitcast(_address(context, builder, signature.args, args, _I16), ir.PointerType())
+        place = builder.bitcast(_address(context, builder, signature.args, args, _lanes(_I16)), ir.PointerType())
         halves = _call(builder, "llvm.masked.expandload.v16i16", _lanes(_I16), [place, args[2], _constant(_I16, 0)])
         return builder.zext(halves, _lanes(_I32))
 
     return Vector(array, start, mask), generate
+
+
+@intrinsic
+def load_row(typing_context: Any, array: Any, start: Any) -> Any:
+    """64 neighbours of an array of uint8."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(_address(context, builder, signature.args, args, Row.form))
+        value.align = 1
+        return value
+
+    return Row(array, start), generate
+
+
+@intrinsic
+def store_row(typing_context: Any, array: Any, start: Any, row: Any) -> Any:
+    """The inverse of load_row."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _address(context, builder, signature.args, args, Row.form)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, start, row), generate
+
+
+@intrinsic
+def row_of(typing_context: Any, value: Any) -> Any:
+    """A row that holds a number in all lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _as_vectors(context, builder, (Row, *signature.args), (None, *args))[1]
+
+    return Row(value), generate
+
+
+def _of_two_rows(name: str) -> Callable[..., Any]:
+    @intrinsic
+    def apply(typing_context: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _call(builder, f"llvm.{name}.v64i8", Row.form, list(args))
+
+        return Row(a, b), generate
+
+    return apply
+
+
+smaller, larger = _of_two_rows("umin"), _of_two_rows("umax")
+"""Of two rows, lane by lane."""
+sum_up_to_255 = _of_two_rows("uadd.sat")
+"""Of two rows; 255 where their sum is beyond."""
+
+
+def _quarter(number: int) -> Callable[..., Any]:
+    @intrinsic
+    def quarter(typing_context: Any, row: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            places = ir.Constant(_lanes(_I32), list(range(LANES * number, LANES * (number + 1))))
+            return builder.zext(builder.shuffle_vector(args[0], args[0], places), _lanes(_I32))
+
+        return Vector(row), generate
+
+    return quarter
+
+
+quarter_0, quarter_1, quarter_2, quarter_3 = (_quarter(number) for number in range(4))
+"""Lanes 0 to 15, 16 to 31, ... of a row as a vector."""
+
+
+@intrinsic
+def joined(typing_context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The row of the lowest bytes of four vectors."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, b, c, d = (builder.trunc(arg, _lanes(_I8)) for arg in args)
+        both = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(2 * LANES)))
+        every = ir.Constant(ir.VectorType(_I32, ROW_LANES), list(range(ROW_LANES)))
+        return builder.shuffle_vector(builder.shuffle_vector(a, b, both), builder.shuffle_vector(c, d, both), every)
+
+    return Row(a, b, c, d), generate
+
+
+@intrinsic
+def bits_of(typing_context: Any, mask: Any) -> Any:
+    """The 64 bits of a row's mask as an int64, the first lane in the lowest bit."""
+    return types.int64(mask), lambda context, builder, signature, args: builder.bitcast(args[0], _I64)
+
+
+@intrinsic
+def mask_of(typing_context: Any, bits: Any, first: Any) -> Any:
+    """The mask of 16 lanes from bit `first` on of an int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        shift = context.cast(builder, args[1], signature.args[1], types.int64)
+        return builder.bitcast(builder.trunc(builder.lshr(args[0], shift), _I16), Mask.form)
+
+    return Mask(bits, first), generate
+
+
+@intrinsic
+def lowest(typing_context: Any, bits: Any) -> Any:
+    """The place of the lowest bit that is set in an int64 other than 0."""
+    return types.int64(bits), lambda context, builder, signature, args: builder.cttz(args[0], _I1(1))
+
+
+@intrinsic
+def highest(typing_context: Any, bits: Any) -> Any:
+    """The place of the highest bit that is set in an int64 other than 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sub(_I64(63), builder.ctlz(args[0], _I1(1)))
+
+    return types.int64(bits), generate

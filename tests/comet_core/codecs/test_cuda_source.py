@@ -17,6 +17,7 @@ from comet_core.codecs.kernels import cuda, reference
 from comet_core.codecs.kernels.contexts import Layout, layout_of, sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
 
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -88,22 +89,21 @@ def values(dtype):
 def test_the_quantiser_of_a_thread_is_the_references(host, name, sign_exact, key):
     dtype = DTYPES[name]
     work = torch.promote_types(dtype, torch.float32)
-    for scale, offset, share in ((0.5, 3, 0.5), (0.013, 0, 0.5), (1e-6, -2, 0.3), (300.0, 1, 0.6)):
+    for scale, offset, share in ((0.5, 3.25, 0.5), (0.013, 0, 0.5), (1e-6, -2, 0.3), (300.0, 0.7, 0.6)):
         offset = 0 if sign_exact else offset
         step, inverse, place, limit = torch.tensor([scale, 1 / scale, offset, scale * share]).to(work).split(1)
         grid = Grid(step, inverse, place, limit, 1 << 40, sign_exact, key)
         start, passed_key = ctypes.c_int64((1 << 32) - 99), ctypes.c_int64(-1 if key is None else key)
         packed = torch.cat([step, inverse, place, limit])
         for x in values(dtype):
-            expected, wide = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.uint8)
-            reference.quantize(x, start.value, grid, -127, 256, expected)
+            wide = torch.empty(len(x), dtype=torch.uint8)
+            expected, missed = reference.quantize(x, start.value, grid)
             count = ctypes.c_int64(len(x))
             given = count, start, pointer(packed), int(sign_exact), passed_key
             getattr(host, f"quantize_{name}")(pointer(x), *given, pointer(wide))
             assert torch.equal(wide, expected)
             y, y_expected = torch.empty_like(x), torch.empty_like(x)
-            escapes = expected[expected == 0]
-            missed = reference.dequantize(expected, escapes, start.value, grid, -127, y_expected)
+            assert torch.equal(reference.dequantize(expected, start.value, grid, y_expected), missed)
             getattr(host, f"dequantize_{name}")(pointer(wide), *given, pointer(y))
             y[missed], y_expected[missed] = 0, 0
             assert torch.equal(y.view(torch.uint8), y_expected.view(torch.uint8))
@@ -124,28 +124,26 @@ def test_the_coder_of_a_lane_is_the_references(host, shape, memory_format, num_c
     starts, length = sample_starts(len(wide), layout)
     tables = tables_of(np.stack([wide[start : start + length] for start in starts]), layout, len(wide))
     assert tables is not None
-    codes = wide.astype(np.int64) - 127 - tables.low
-    codes[(codes < 0) | (codes >= len(tables.levels))] = 0
-    codes = codes[: layout.group].astype(np.uint8)
-    padded = torch.zeros(layout.coded(len(codes)), dtype=torch.uint8)
-    padded[: len(codes)] = torch.from_numpy(codes)
-    (expected,) = reference.encode_bands(padded, len(codes), layout, tables)
+    codes = wide[: layout.group]
+    escapes_expected, payload_expected = reference._encode_group(torch.from_numpy(codes), layout, tables)
     num_bands = -(-len(codes) // layout.band)
-    of_host = HostLayout(layout.left, layout.up, layout.restart, layout.band)
+    of_host, model = HostLayout(layout.left, layout.up, layout.restart, layout.band), cuda._model(CPU, tables)
     states, words = np.zeros(32, np.uint32), np.zeros(len(codes) + 1, np.uint16)
-    count, levels = ctypes.c_int64(len(codes)), np.ascontiguousarray(tables.levels)
+    count, num_escapes, escapes = ctypes.c_int64(len(codes)), ctypes.c_int64(), np.zeros(len(codes), np.uint8)
     context_of, slots = tables.for_encoding
     used = host.encode_group(
-        pointer(codes), count, ctypes.byref(of_host), pointer(levels), pointer(context_of), pointer(slots),
-        pointer(states), pointer(words),
+        pointer(codes), count, ctypes.byref(of_host), pointer(model), pointer(context_of), pointer(slots),
+        pointer(states), pointer(words), pointer(escapes), ctypes.byref(num_escapes),
     )  # fmt: skip
     found = np.concatenate([states[:num_bands].view(np.uint8), words[:used].view(np.uint8)])
-    assert np.array_equal(found, expected.numpy())
+    assert np.array_equal(found, payload_expected.numpy())
+    escapes = escapes[len(escapes) - num_escapes.value :]
+    assert np.array_equal(escapes, escapes_expected.numpy())
     context_of, slots = tables.for_decoding
     decoded = np.zeros_like(codes)
     left = host.decode_group(
-        pointer(states), pointer(words), ctypes.c_int64(used), count, ctypes.byref(of_host), pointer(levels),
-        pointer(context_of), pointer(slots), pointer(decoded),
+        pointer(states), pointer(words), ctypes.c_int64(used), pointer(escapes), num_escapes, count,
+        ctypes.byref(of_host), pointer(model), pointer(context_of), pointer(slots), pointer(decoded),
     )  # fmt: skip
     assert left == 0 and (states == 1 << 16).all() and np.array_equal(decoded, codes)
 
@@ -188,25 +186,33 @@ class HostLaunch:
             count = min(num_values - first, 32 * layout.band)
             yield group, first, ctypes.c_int64(count), -(-count // layout.band), ctypes.byref(layout)
 
-    def encode_bands(self, codes, num_values, left, up, restart, band, levels, context_of, slots, states, words, used):
+    def encode_bands(
+        self, codes, num_values, left, up, restart, band, model, context_of, slots, states, words, escapes, used
+    ):
         for group, first, count, num_bands, layout in self.groups(num_values, (left, up, restart, band)):
-            of_group = np.zeros(32, np.uint32)
-            used[group] = self.host.encode_group(
-                pointer(codes[first:]), count, layout, pointer(levels), pointer(context_of), pointer(slots),
-                pointer(of_group), pointer(words[2 * first :]),
+            of_group, num_escapes = np.zeros(32, np.uint32), ctypes.c_int64()
+            own = torch.zeros(count.value, dtype=torch.uint8)
+            num_words = self.host.encode_group(
+                pointer(codes[first:]), count, layout, pointer(model), pointer(context_of), pointer(slots),
+                pointer(of_group), pointer(words[2 * first :]), pointer(own), ctypes.byref(num_escapes),
             )  # fmt: skip
             states.view(torch.int32)[32 * group :][:num_bands] = torch.from_numpy(of_group.view(np.int32))[:num_bands]
+            end, taken = 32 * band * (group + 1), num_escapes.value
+            escapes[end - taken : end] = own[len(own) - taken :]
+            used[group] = torch.tensor([num_words, taken])
 
     def decode_bands(
-        self, states, words, firsts, num_values, left, up, restart, band, levels, context_of, slots, codes, damaged
-    ):
-        firsts = firsts.view(torch.int64).tolist()
+        self, states, words, first_words, escapes, first_escapes, num_values, left, up, restart, band, model,
+        context_of, slots, codes, damaged,
+    ):  # fmt: skip
+        first_word, first_escape = (firsts.view(torch.int64).tolist() for firsts in (first_words, first_escapes))
         for group, first, count, num_bands, layout in self.groups(num_values, (left, up, restart, band)):
             of_group = np.full(32, 1 << 16, np.uint32)
             of_group[:num_bands] = states.view(torch.int32)[32 * group :][:num_bands].numpy().view(np.uint32)
             rest = self.host.decode_group(
-                pointer(of_group), pointer(words[2 * firsts[group] :]),
-                ctypes.c_int64(firsts[group + 1] - firsts[group]), count, layout, pointer(levels),
+                pointer(of_group), pointer(words[2 * first_word[group] :]),
+                ctypes.c_int64(first_word[group + 1] - first_word[group]), pointer(escapes[first_escape[group] :]),
+                ctypes.c_int64(first_escape[group + 1] - first_escape[group]), count, layout, pointer(model),
                 pointer(context_of), pointer(slots), pointer(codes[first:]),
             )  # fmt: skip
             if rest or (of_group != 1 << 16).any():
