@@ -11,7 +11,8 @@ every arm with the same number of threads, one after the other within each repet
 What peers are given. SZ3: absolute mode, the tensor's own four dimensions, three of its predictors; the summary takes
 whichever stores a tensor smallest. zfp: fixed accuracy; it keeps well within its tolerance, `max_error` says how far,
 and its Python interface knows one thread. Neither has bounds a channel, so for batch norms both get the tensor less its
-channel's mean and divided by its standard deviation, with one bound; that step is not in their times.
+channel's mean and divided by its standard deviation, with one bound; that step is not in their times, but the 8 bytes a
+channel without which nobody could undo it are in their sizes, as step and offset are in ours.
 
 Ours has three arms. `error_bounded` promises the bound, as the peers do. `error_bounded, with signs` also keeps zeros
 and signs, as training asks for inputs behind a ReLU, and is measured on those; its entropies are those of such codes.
@@ -23,6 +24,7 @@ Writes benchmarks/results/<name>.json after each tensor and prints the summary a
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -144,16 +146,21 @@ def zfp_arms(zfpy: Any, num_threads: int) -> dict[str, Callable[[float], Arm]]:
     return {"zfp": arm} if num_threads == 1 else {}
 
 
+def with_more_bytes(arm: Arm, more_bytes: int) -> Arm:
+    return dataclasses.replace(arm, nbytes=lambda encoded: arm.nbytes(encoded) + more_bytes)
+
+
 def measured(
     x: Tensor, entry: dict[str, Any], peers: dict[str, Callable[[float], Arm]], repetitions: int
 ) -> Iterable[dict[str, Any]]:
     """A row for each bound and arm."""
     given, unit = for_peers(x, entry)
+    more_bytes = 0 if entry["channel_dim"] is None else 8 * x.shape[1]
     for multiple in MULTIPLES:
         bound = bound_of(entry, multiple)
         arms = {name: codec_arm(codec, bound, signs)
                 for name, (codec, signs) in OURS.items() if entry["sign_exact"] or not signs}  # fmt: skip
-        arms |= {name: make(unit * multiple) for name, make in peers.items()}
+        arms |= {name: with_more_bytes(make(unit * multiple), more_bytes) for name, make in peers.items()}
         tensors = {name: x if name in OURS else given for name in arms}
         limits = {name: absolute_bound(x, bound) if name in OURS else torch.tensor(unit * multiple, dtype=torch.float64)
                   for name in arms}  # fmt: skip

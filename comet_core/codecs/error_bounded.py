@@ -1,15 +1,12 @@
 """The error-bounded codec: quantise, check, and code each code in the context of its neighbours; what misses verbatim.
 
 Groups of 32 bands are the tasks: a group's values become codes of a byte, the value that the decoder will return is
-compared with the original, and range ANS shortens the codes with a table for each context of left and upper neighbour
-(`kernels/context_coder.py`). The tables come from a sample of the tensor (`kernels/contexts.py`). Codes too rare for a
-place in the tables are escapes of one byte more; what misses the bound is kept as it is, at the place of an escape.
+compared with the original, and range ANS shortens what a prediction from the neighbours' codes leaves of them, with a
+table for each context (`kernels/tables.py`, `kernels/context_coder.py`). The tables come from a sample of the tensor
+(`kernels/contexts.py`). What is too rare for a place in the tables is an escape of one byte more; what misses the bound
+is kept as it is.
 A group that would not shrink is stored losslessly. Where codes of a byte are too few for the bound, `two_planes.py`
 takes two of them, and where those are too few, all is stored losslessly.
-
-No spatial prediction: away from the image it adds the neighbours' noise to each value, which the contexts do not. At
-the bounds that training uses, this takes fewer bits than the entropy of the codes given their neighbours' codes cut to
--3..3, because the contexts' levels follow the tensor's own codes.
 
 The quantiser is defined in `kernels/reference.py`. Sources: the check and the verbatim values follow PFPL (Fallin et
 al. 2025); the quantiser that of cuSZ (Tian et al. 2020), with a zero of its own for the sign of ReLU results.
@@ -40,8 +37,9 @@ from comet_core.codecs.base import (
 from comet_core.codecs.grids import FLOATS, finite_range, from_levels_part, grid_of, levels_part
 from comet_core.codecs.kernels import error_bounded_of, reference
 from comet_core.codecs.kernels.chunks import run_chunks
-from comet_core.codecs.kernels.contexts import Layout, Tables, layout_of, sample_starts, tables_of
+from comet_core.codecs.kernels.contexts import sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
+from comet_core.codecs.kernels.tables import Layout, Tables, layout_of
 from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_bytes, encode_exactly
 from comet_core.codecs.two_planes import TwoPlanes, decode_in_two, encode_in_two
 

@@ -1,6 +1,6 @@
 """The entropy coder for the CPU: range ANS with a table a context, 32 bands of values side by side.
 
-A code is predicted from its neighbours and coded with the statistics of their context (`contexts.Tables`), so a decoder
+A code is predicted from its neighbours and coded with the statistics of their context (`tables.Tables`), so a decoder
 has to know these first: within a band it is one long chain. Bands do not know of each other, so 32 of them go side by
 side, one in each lane of two vectors, and two such groups at once. Codes lie interleaved, 64 in a row, so that all of a
 step's predictions and contexts are a few operations on rows of bytes. The bands of a group share a stream of 16-bit
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from comet_core.codecs.kernels.chunks import scratch
 from comet_core.codecs.kernels.compiled import compiled, inlined
-from comet_core.codecs.kernels.contexts import ALONE, LANES, MIDDLE, NO_LEFT, NO_UP, START, Layout, Tables
 from comet_core.codecs.kernels.quantizer import array_of, dequantize_groups, key_of, quantize_groups, quantize_runs
 from comet_core.codecs.kernels.reference import Grid
+from comet_core.codecs.kernels.tables import ALONE, LANES, MIDDLE, NO_LEFT, NO_UP, START, Layout, Tables
 from comet_core.codecs.kernels.vectors import (
     append,
     bits_of,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comet_core.codecs.kernels.contexts import LANES, MOST_THRESHOLDS, Layout, Tables
 from comet_core.codecs.kernels.reference import Grid
+from comet_core.codecs.kernels.tables import LANES, MOST_THRESHOLDS, Layout, Tables
 
 SOURCE = resources.files(__package__).joinpath("kernels.cu").read_text()
 OPTIONS = ("-std=c++17", "-fmad=false")

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comet_core.codecs.kernels.contexts import ALONE, MIDDLE, NO_LEFT, NO_UP, SLOTS, START, Layout, Tables
+from comet_core.codecs.kernels.tables import ALONE, MIDDLE, NO_LEFT, NO_UP, SLOTS, START, Layout, Tables
 
 
 @dataclass(frozen=True, slots=True)

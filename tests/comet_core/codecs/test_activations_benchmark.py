@@ -48,6 +48,9 @@ def test_the_best_sz3_is_what_ours_is_measured_against(x):
     (row,) = [r for r in rows if (r["layer"], r["multiple"], r["arm"]) == ("conv", 13, with_signs)]
     assert entry["ratio_over_sz3"] == pytest.approx(row["compression_ratio"] / 8)
     assert entry["least_ratio_over_sz3"]["layer"] == "conv"
+    # Of a norm's input a peer also needs mean and standard deviation of the three channels.
+    (of_norm,) = {r["held_bytes"] for r in rows if (r["layer"], r["arm"]) == ("bn", "SZ3 NOPRED")}
+    assert of_norm == x.nbytes // 8 + 3 * 8
     assert entry["bits_over_context_entropy"] == pytest.approx(row["bits_per_value"] / row["context_bits"])
     assert len(benchmark.table(summary).splitlines()) == 2 + len(summary)
 

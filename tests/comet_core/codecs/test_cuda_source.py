@@ -14,8 +14,9 @@ import torch
 from comet_core.codecs import get_codec, kernels
 from comet_core.codecs.base import DamagedRecord, ErrorBound
 from comet_core.codecs.kernels import cuda, reference
-from comet_core.codecs.kernels.contexts import Layout, layout_of, sample_starts, tables_of
+from comet_core.codecs.kernels.contexts import sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
+from comet_core.codecs.kernels.tables import Layout, layout_of
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -5,6 +5,8 @@ import dataclasses
 import math
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -184,6 +186,32 @@ def test_without_numba_the_reference_gives_the_same_record(check_codec, monkeypa
             torch.equal(one, other) if torch.is_tensor(one) else one == other
             for one, other in zip(with_numba.parts, without.parts, strict=True)
         )
+
+
+def test_a_process_without_numba_works_and_gives_the_same_record():
+    """All that is compiled runs as plain Python then, where warnings are errors."""
+    x = normal(2, 3, 16, 16)
+    script = """
+import sys, warnings
+warnings.simplefilter("error")
+sys.meta_path.insert(0, type("NoNumba", (), {"find_spec": staticmethod(
+    lambda name, path=None, target=None: (_ for _ in ()).throw(ModuleNotFoundError(name)) if name == "numba" else None
+)}))
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "numba" else found(name, package)
+import torch
+from comet_core.codecs import get_codec, kernels
+assert kernels._error_bounded is kernels.reference
+x = torch.randn((2, 3, 16, 16), generator=torch.Generator().manual_seed(0))
+for dither in (False, True):
+    encoded = get_codec("error_bounded", dither=dither).encode(x, 0.1)
+    print(encoded.parts[1].hex(), *(part.hex() for part in encoded.parts[2:]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for codec, line in zip((CODEC, DITHERED), done.stdout.splitlines(), strict=True):
+        assert line.split() == [part.hex() for part in codec.encode(x, 0.1).parts[1:]]
 
 
 def test_only_exact_storage_needs_zstandard(check_codec, monkeypatch):

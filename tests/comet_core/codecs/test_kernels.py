@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from comet_core.codecs import CODECS, get_codec
 from comet_core.codecs.kernels import chunks, error_bounded_of, reference, twin_of
-from comet_core.codecs.kernels.contexts import SLOTS, Layout, Tables, layout_of, sample_starts, tables_of
+from comet_core.codecs.kernels.contexts import sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid, Windows
+from comet_core.codecs.kernels.tables import SLOTS, Layout, Tables, layout_of
 
 GOLDEN = Path(__file__).parent / "golden"
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
