@@ -10,11 +10,12 @@ from torch import Tensor
 from comet_core.codecs.base import ErrorBound, flat_of
 from comet_core.codecs.kernels import reference, twin_of
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
+from comet_core.codecs.kernels.compiled import compiled
 from comet_core.codecs.kernels.reference import Grid
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# A channel's middle, which gets a level at or near it, is the mean of so many of its planes and of values of each.
-_MIDDLE_PLANES, _MIDDLE_VALUES = 16, 64
+_MIDDLE_PLANES, _MIDDLE_VALUES = 16, 16
+"""About so many planes of a channel, and values of each, decide where its levels lie."""
 _MOST_FRACTION = 256
 """Offsets up to so many steps need not be whole numbers."""
 _HALF_BITS = 11
@@ -56,7 +57,7 @@ def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
         step = np.ldexp(np.floor(np.ldexp(mantissa, _HALF_BITS)), exponent - _HALF_BITS)
     offset = np.zeros_like(step)
     if bound.channel_dim is not None and not sign_exact:
-        middles, has_zeros = (found.numpy() for found in _middles(dense, num_channels, inner))
+        middles, has_zeros = _middles(dense, num_channels, inner, step)
         offset = middles / step
         # A level at the middle leaves none at zero, so each zero would be kept as it is. Fractions of large offsets
         # would be lost in the rounding of levels; whole numbers are exact up to 2**21.
@@ -94,13 +95,62 @@ def from_levels_part(part: Tensor, exponent: int | None, work: torch.dtype) -> t
     return (step if exponent is None else step.double() * 2.0**exponent).to(work), offset.to(work)
 
 
-def _middles(dense: Tensor, num_channels: int, inner: int) -> tuple[Tensor, Tensor]:
-    """About the mean of each channel's finite values, (C,) float64 on the CPU, and whether zeros are among them."""
+def _middles(dense: Tensor, num_channels: int, inner: int, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(C,) float64: where a level serves each channel best, and whether there are zeros, from some of the values."""
     planes = flat_of(dense)[: dense.numel() // (num_channels * inner) * num_channels * inner].view(
         -1, num_channels, inner
     )
-    some = planes[:: -(-len(planes) // _MIDDLE_PLANES), :, :: -(-inner // _MIDDLE_VALUES)].double()
-    return some.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).mean((0, 2)).cpu(), (some == 0).any(2).any(0).cpu()
+    # An odd distance takes values of all columns.
+    planes = planes[:: -(-len(planes) // _MIDDLE_PLANES), :, :: max(inner // _MIDDLE_VALUES, 1) | 1]
+    some = np.empty(planes.shape)
+    for index, plane in enumerate(planes):
+        # Small pieces: torch would take threads for all of it at once, which then stand in the way of the codec's.
+        some[index] = plane.double().cpu().numpy()
+    return _best_middles(some, step.astype(np.float64))
+
+
+@compiled
+def _best_middles(some: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For values (planes, C, n): a level that most of a channel's are within half a step of, and whether any is 0.
+
+    Tried are the mean, which steps of several deviations want; the middle of the bulk, which finer ones want where a
+    few large values pull the mean away from it; and the middle of both.
+    """
+    num_planes, num_channels, length = some.shape
+    middles, has_zeros = np.zeros(num_channels), np.zeros(num_channels, np.bool_)
+    values = np.empty(num_planes * length)
+    for channel in range(num_channels):
+        count = 0
+        total = 0.0
+        for plane in range(num_planes):
+            for j in range(length):
+                value = some[plane, channel, j]
+                if np.isfinite(value):
+                    values[count] = value
+                    total += value
+                    count += 1
+                    has_zeros[channel] |= value == 0
+        if not count:
+            continue
+        mean = total / count
+        bulk = mean
+        for _ in range(2):
+            spread, inside, num_inside = 0.0, 0.0, 0
+            for j in range(count):
+                spread += abs(values[j] - bulk)
+            for j in range(count):
+                near = abs(values[j] - bulk) * count <= spread
+                inside += values[j] if near else 0.0
+                num_inside += near
+            bulk = inside / num_inside if num_inside else bulk
+        most = -1
+        for place in (mean, (mean + bulk) / 2, bulk):
+            within = 0
+            for j in range(count):
+                within += abs(values[j] - place) <= step[channel] / 2
+            if within > most:
+                most, middles[channel] = within, place
+    return middles, has_zeros
 
 
 def _channels(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
