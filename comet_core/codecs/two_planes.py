@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet_core.codecs.base import Codec, DamagedRecord, Encoded, ErrorBound, empty_like_record, flat_of
+from comet_core.codecs.base import Codec, DamagedRecord, Encoded, ErrorBound, flat_of
 from comet_core.codecs.outliers import put_outliers, take_outliers
 
 _MOST_SHIFT = 7
@@ -77,6 +77,6 @@ def decode_in_two(codec: Codec, encoded: Encoded) -> Tensor:
     num_parts = meta.num_coarse_parts + meta.num_rest_parts
     coarse = dataclasses.replace(encoded, parts=encoded.parts[: meta.num_coarse_parts], meta=meta.coarse)
     rest = dataclasses.replace(encoded, parts=encoded.parts[meta.num_coarse_parts : num_parts], meta=meta.rest)
-    out = empty_like_record(encoded).copy_(codec.decode(coarse)).add_(codec.decode(rest))
+    out = codec.decode(coarse).add_(codec.decode(rest))
     put_outliers(encoded, num_parts, meta.num_outliers, flat_of(out))
     return out

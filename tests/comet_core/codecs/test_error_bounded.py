@@ -256,6 +256,8 @@ def test_two_planes_refuse_counts_that_do_not_fit():
     ):
         with pytest.raises(DamagedRecord):
             CODEC.decode(dataclasses.replace(encoded, meta=dataclasses.replace(meta, **changed)))
+    with pytest.raises(DamagedRecord):  # before memory is taken
+        CODEC.decode(dataclasses.replace(encoded, shape=torch.Size((1 << 40,)), stride=(1,)))
 
 
 @pytest.mark.gpu
