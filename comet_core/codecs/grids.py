@@ -15,7 +15,7 @@ _MIDDLE_PLANES, _MIDDLE_VALUES = 8, 64
 
 def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
     """The quantiser's grid; None where storage has to be lossless."""
-    num_channels, inner = _channels(dense, bound)
+    num_channels, inner = channels_of(dense, bound)
     if dense.dtype not in FLOATS or dense.numel() == 0:
         return None
     work = torch.promote_types(dense.dtype, torch.float32)
@@ -63,7 +63,7 @@ def _middles(dense: Tensor, num_channels: int, inner: int) -> Tensor:
     return some.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).mean((0, 2)).cpu()
 
 
-def _channels(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
+def channels_of(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
     """Number of channels, and how many neighbours in memory belong to one. Raises ValueError where they do not fit."""
     if bound.channel_dim is None:
         return 1, max(dense.numel(), 1)

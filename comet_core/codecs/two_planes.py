@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comet_core.codecs.base import Codec, DamagedRecord, Encoded, ErrorBound, flat_of
+from comet_core.codecs.octaves import Octaves
 from comet_core.codecs.outliers import put_outliers, take_outliers
 
 _MOST_SHIFT = 7
@@ -72,8 +73,8 @@ def decode_in_two(codec: Codec, encoded: Encoded) -> Tensor:
     numbers = meta.num_coarse_parts, meta.num_rest_parts, meta.num_outliers
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise DamagedRecord(f"its counts are {numbers}")
-    if isinstance(meta.coarse, TwoPlanes) or isinstance(meta.rest, TwoPlanes):
-        raise DamagedRecord("a plane of it has planes of its own")
+    if any(isinstance(plane, TwoPlanes | Octaves) for plane in (meta.coarse, meta.rest)):
+        raise DamagedRecord("a plane of it has planes or octaves of its own")
     num_parts = meta.num_coarse_parts + meta.num_rest_parts
     coarse = dataclasses.replace(encoded, parts=encoded.parts[: meta.num_coarse_parts], meta=meta.coarse)
     rest = dataclasses.replace(encoded, parts=encoded.parts[meta.num_coarse_parts : num_parts], meta=meta.rest)
