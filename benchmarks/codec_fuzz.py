@@ -32,7 +32,7 @@ import torch
 import zstandard
 
 from comet_core.codecs import CODECS, get_codec
-from comet_core.codecs.base import Codec, DamagedRecord, Encoded
+from comet_core.codecs.base import Codec, DamagedRecord, Encoded, ErrorBound
 
 PROJECT = Path(__file__).resolve().parent.parent
 MEMORY_BYTES = 1 << 28
@@ -41,6 +41,7 @@ MOST_CRASHES = 20  # listed in the results, one of each kind; all are counted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.complex128]
 BOMB = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+BOUNDS = (0.0, 0.01, 0.3, ErrorBound("pw_rel", 0.003), ErrorBound("pw_rel", 0.3))
 POOLING = dict(kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1), input_size=(12, 14))
 
 
@@ -181,7 +182,7 @@ def make_case(seed: int, number: int) -> tuple[Codec, Encoded]:
     name = rng.choice(list(CODECS))
     codec = random_codec(rng, name)
     encoded, other = (
-        codec.encode(random_input(rng, name), rng.choice((0.0, 0.01, 0.3)), sign_exact=rng.random() < 0.5)
+        codec.encode(random_input(rng, name), rng.choice(BOUNDS), sign_exact=rng.random() < 0.5)
         for _ in range(2)
     )
     for _ in range(rng.choice((1, 1, 2, 3))):

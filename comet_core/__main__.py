@@ -60,9 +60,9 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     codec.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the training")
     codec.add_argument("--codecs", nargs="+", metavar="CODEC", default=list(config.CODECS),
                        help="names, or name:key=value,key=value (default: all)")  # fmt: skip
-    codec.add_argument("--kind", choices=("rule", "range_rel", "abs"), help="what the bounds count: times the bound "
-                       "that the momentum rule gives the layer (default for a captured tensor), share of the tensor's "
-                       "range (default for a file), or absolute")  # fmt: skip
+    codec.add_argument("--kind", choices=("rule", "range_rel", "pw_rel", "abs"), help="what the bounds count: times "
+                       "the bound that the momentum rule gives the layer (default for a captured tensor), share of the "
+                       "tensor's range (default for a file), share of each value, or absolute")  # fmt: skip
     codec.add_argument("--bounds", nargs="+", type=float, metavar="BOUND", help="default: a few of the kind")
     codec.add_argument("--channel-dim", type=int, metavar="DIM", help="of a file: the quantiser adapts along it")
     codec.add_argument("--sign-exact", action="store_true", help="zeros and signs come back too, as behind a ReLU")

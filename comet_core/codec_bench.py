@@ -3,7 +3,8 @@
 Held bytes are compared with the entropy of the codes that a quantiser without prediction would make: order-0, and given
 the left and the upper neighbour's codes (THEORY section 6). Both are computed here in plain float64, from the
 definition and not with the codecs' kernels, so that they judge any codec. They count no model and no table, and on few
-values or very fine bounds, where most codes occur once, they are below what any coder can reach.
+values or very fine bounds, where most codes occur once, they are below what any coder can reach. For `pw_rel` the codes
+are those of a piecewise linear logarithm; with a true one they would take up to half a bit less.
 
 Codecs take turns within each repetition, so that what else the machine does meets all of them alike; times are medians,
 and gigabytes (10^9) are of original bytes. Errors are measured in float64 on the decoded tensor, whatever the codec
@@ -88,6 +89,10 @@ def absolute_bound(x: Tensor, bound: ErrorBound) -> Tensor:
             if x.ndim else f"channel_dim is {dim}, but the tensor has no dimension; leave it out."
         )  # fmt: skip
     value = torch.as_tensor(bound.value, dtype=torch.float64)
+    if bound.kind == "pw_rel":
+        size = x.double().abs()
+        value = _along(value, x, dim) if dim is not None and value.ndim else value
+        return torch.where(size.isfinite() & (size > 0), value * size, 0)
     if bound.kind == "range_rel":
         rows = x.flatten().unsqueeze(0) if dim is None else x.movedim(dim, 0).flatten(1)
         finite = rows.isfinite()
@@ -112,6 +117,22 @@ def codes_of(x: Tensor, bound: Tensor, sign_exact: bool, channel_dim: int | None
         others = [dim for dim in range(x.ndim) if dim != channel_dim % x.ndim]
         codes -= (codes.mean(others, keepdim=True) if others else codes).round()
     return codes.long()
+
+
+def codes_of_octaves(x: Tensor, bound: ErrorBound) -> Tensor:
+    """The codes, int64 in the shape of `x`, that steps of twice a `pw_rel` bound above 0 give; zeros and others get 0.
+
+    sign(x) (1 + floor((t - l) / step)), where l is log2 |x|, linear between powers of two, and t that of the largest.
+    Steps are of 2 octaves at most.
+    """
+    finite = x.double().nan_to_num(0, 0, 0)
+    mantissa, exponent = torch.frexp(finite.abs())
+    octaves = exponent + 2 * mantissa
+    value = torch.as_tensor(bound.value, dtype=torch.float64).clamp(max=1)
+    value = _along(value, x, bound.channel_dim) if bound.channel_dim is not None and value.ndim else value
+    top = octaves.where(finite != 0, -torch.inf).max()
+    below = torch.where(finite != 0, top - octaves, 0)
+    return (finite.sign() * (1 + (below / (2 * value)).floor())).long()
 
 
 def order0_entropy(codes: Tensor) -> float:
@@ -233,10 +254,11 @@ def result_of(x: Tensor, timed: Timed, bound: Tensor | None = None) -> dict[str,
 
 def entropies(x: Tensor, bound: ErrorBound, sign_exact: bool) -> dict[str, float | None]:
     """Both entropies in bits a code at this bound; None where a bound of 0 leaves no codes."""
-    absolute = absolute_bound(x, bound)
-    if not bool((absolute > 0).all()) or not bool(absolute.isfinite().all()):
+    pointwise = bound.kind == "pw_rel"
+    steps = torch.as_tensor(bound.value, dtype=torch.float64) if pointwise else absolute_bound(x, bound)
+    if not bool((steps > 0).all()) or not bool(steps.isfinite().all()):
         return {"order0_bits": None, "context_bits": None}
-    codes = codes_of(x, absolute, sign_exact, bound.channel_dim)
+    codes = codes_of_octaves(x, bound) if pointwise else codes_of(x, steps, sign_exact, bound.channel_dim)
     return {"order0_bits": order0_entropy(codes), "context_bits": context_entropy(codes)}
 
 

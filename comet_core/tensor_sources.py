@@ -34,6 +34,7 @@ NORM_STD_FRACTION = 0.1
 DEFAULT_BOUNDS = {
     "rule": (1.0, 2.0, 4.0, 8.0, 13.0, 26.0),
     "range_rel": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+    "pw_rel": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     "abs": (1e-4, 1e-3, 1e-2, 1e-1),
 }
 _LISTED = 12  # names in an error
@@ -248,7 +249,7 @@ def bounds_of(
         if rule is None or channel_dim is not None:
             raise ValueError(
                 "the momentum rule gives bounds to captured tensors alone, and chooses their channels; give kind "
-                "range_rel or abs for a file, and no channel_dim for a captured tensor."
+                "range_rel, pw_rel or abs for a file, and no channel_dim for a captured tensor."
             )
         return kind, {number: ErrorBound("abs", rule.value * number, rule.channel_dim) for number in numbers}
     return kind, {number: ErrorBound(kind, number, channel_dim) for number in numbers}  # type: ignore[arg-type]

@@ -31,6 +31,10 @@ KINDS = {
         "Share of range", "shares of the range of the values", "Bound, as a share of the range",
         "0.0001 0.0003 0.001 0.003 0.01 0.03",
     ),
+    "pw_rel": Kind(
+        "Share of value", "shares of each value, so that zeros and signs stay", "Bound, as a share of the value",
+        "0.001 0.003 0.01 0.03 0.1",
+    ),
     "abs": Kind("Absolute", "the largest error of any value", "Bound", "0.0001 0.001 0.01 0.1"),
 }  # fmt: skip
 DEFAULT_CODECS = ["error_bounded", "group_quantized", "dct", "cast", "lossless"]

@@ -61,24 +61,25 @@ class ErrorBound:
     ============= =====================================================
     `abs`         |x - y| <= value
     `range_rel`   |x - y| <= value * (max - min), over the finite x
+    `pw_rel`      |x - y| <= value * |x|
     ============= =====================================================
 
     The comparison holds in float64. 0 asks for lossless storage, infinity allows any finite y. With `channel_dim` (an
     index of a dimension, negative from the end) the quantiser adapts to each channel, the range of `range_rel` is the
     channel's own, and `value` may be a 1-D CPU float tensor with one entry a channel. A range of zero gives an exact
-    result.
+    result. Under `pw_rel` zeros stay zero, and signs are kept, as with `sign_exact`.
 
     Raises ValueError for an unknown kind, a negative or NaN value and a tensor of another form; `encode` raises it
     where the bound does not fit the tensor (`channel_dim` out of range, another number of channels).
     """
 
-    kind: Literal["abs", "range_rel"]
+    kind: Literal["abs", "range_rel", "pw_rel"]
     value: float | Tensor
     channel_dim: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("abs", "range_rel"):
-            raise ValueError(f"kind of error bound is {self.kind!r}; allowed: 'abs', 'range_rel'.")
+        if self.kind not in ("abs", "range_rel", "pw_rel"):
+            raise ValueError(f"kind of error bound is {self.kind!r}; allowed: 'abs', 'range_rel', 'pw_rel'.")
         if not isinstance(self.value, Tensor):
             object.__setattr__(self, "value", float(self.value))
         elif self.channel_dim is None:

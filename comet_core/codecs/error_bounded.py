@@ -41,6 +41,7 @@ from comet_core.codecs.kernels.contexts import sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid
 from comet_core.codecs.kernels.tables import Layout, Tables, layout_of
 from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_bytes, encode_exactly
+from comet_core.codecs.octaves import Octaves, decode_octaves, encode_octaves
 from comet_core.codecs.two_planes import TwoPlanes, decode_in_two, encode_in_two
 
 _EXACT = -1  # in place of a group's number of escapes
@@ -82,6 +83,8 @@ class ErrorBoundedCodec(Codec):
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense, checked = dense_of(tensor), as_error_bound(bound)
+        if checked.kind == "pw_rel":
+            return encode_octaves(self, dense, checked) or self.record(dense, encode_exactly(dense))
         grid = grid_of(dense, checked, sign_exact)
         if grid is not None:
             layout = layout_of(dense)
@@ -127,6 +130,8 @@ class ErrorBoundedCodec(Codec):
             return decode_exactly(encoded).to(device or encoded.device)
         if isinstance(encoded.meta, TwoPlanes):
             return decode_in_two(self, encoded).to(device or encoded.device)
+        if isinstance(encoded.meta, Octaves):
+            return decode_octaves(self, encoded).to(device or encoded.device)
         grid, tables, parts = _checked(encoded)
         meta, out = encoded.meta, empty_like_record(encoded)
         group_values = meta.layout.group

@@ -27,7 +27,7 @@ _FEW_VALUES = 1 << 15
 @np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
 def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
     """The quantiser's grid; None where storage has to be lossless."""
-    num_channels, inner = _channels(dense, bound)
+    num_channels, inner = channels_of(dense, bound)
     if dense.dtype not in FLOATS or dense.numel() == 0:
         return None
     work: Any = np.float64 if dense.dtype == torch.float64 else np.float32
@@ -153,7 +153,7 @@ def _best_middles(some: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.nd
     return middles, has_zeros
 
 
-def _channels(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
+def channels_of(dense: Tensor, bound: ErrorBound) -> tuple[int, int]:
     """Number of channels, and how many neighbours in memory belong to one. Raises ValueError where they do not fit."""
     if bound.channel_dim is None:
         return 1, max(dense.numel(), 1)

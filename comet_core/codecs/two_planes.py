@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet_core.codecs.base import Codec, DamagedRecord, Encoded, ErrorBound, empty_like_record, flat_of
+from comet_core.codecs.base import Codec, DamagedRecord, Encoded, ErrorBound, flat_of
+from comet_core.codecs.octaves import Octaves
 from comet_core.codecs.outliers import put_outliers, take_outliers
 
 _MOST_SHIFT = 7
@@ -72,11 +73,11 @@ def decode_in_two(codec: Codec, encoded: Encoded) -> Tensor:
     numbers = meta.num_coarse_parts, meta.num_rest_parts, meta.num_outliers
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise DamagedRecord(f"its counts are {numbers}")
-    if isinstance(meta.coarse, TwoPlanes) or isinstance(meta.rest, TwoPlanes):
-        raise DamagedRecord("a plane of it has planes of its own")
+    if any(isinstance(plane, TwoPlanes | Octaves) for plane in (meta.coarse, meta.rest)):
+        raise DamagedRecord("a plane of it has planes or octaves of its own")
     num_parts = meta.num_coarse_parts + meta.num_rest_parts
     coarse = dataclasses.replace(encoded, parts=encoded.parts[: meta.num_coarse_parts], meta=meta.coarse)
     rest = dataclasses.replace(encoded, parts=encoded.parts[meta.num_coarse_parts : num_parts], meta=meta.rest)
-    out = empty_like_record(encoded).copy_(codec.decode(coarse)).add_(codec.decode(rest))
+    out = codec.decode(coarse).add_(codec.decode(rest))
     put_outliers(encoded, num_parts, meta.num_outliers, flat_of(out))
     return out

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comet_core import codec_bench
-from comet_core.codec_bench import Arm, absolute_bound, codes_of, context_entropy, error_statistics, order0_entropy
+from comet_core.codec_bench import (
+    Arm,
+    absolute_bound,
+    codes_of,
+    codes_of_octaves,
+    context_entropy,
+    error_statistics,
+    order0_entropy,
+)
 from comet_core.codecs.base import ErrorBound
 
 NAN, INF = math.nan, math.inf
@@ -87,6 +95,32 @@ def test_a_share_of_the_range_is_of_the_finite_values_of_the_channel():
     assert absolute_bound(x, ErrorBound("range_rel", 0.5, channel_dim=0)).flatten().tolist() == [2, 0, 0]
     with pytest.raises(ValueError, match="channel_dim is 2, but the tensor has shape"):
         absolute_bound(x, ErrorBound("abs", 1.0, channel_dim=2))
+
+
+def test_a_share_of_each_value_allows_nothing_where_it_is_zero_or_not_finite():
+    x = torch.tensor([[0.0, -4.0, NAN], [1.0, 1e300, INF]], dtype=torch.float64)
+    assert absolute_bound(x, ErrorBound("pw_rel", 0.5)).flatten().tolist() == [0, 2, 0, 0.5, 5e299, 0]
+    of_rows = ErrorBound("pw_rel", torch.tensor([0.5, INF]), channel_dim=0)
+    assert absolute_bound(x, of_rows).flatten().tolist() == [0, 2, 0, INF, INF, 0]
+
+
+def test_codes_of_a_share_of_each_value_count_octaves_below_the_largest():
+    x = torch.tensor([0.0, 8.0, -8.0, 6.0, -4.0, 3.0, 2.0, NAN, INF])
+    assert codes_of_octaves(x, ErrorBound("pw_rel", 0.25)).tolist() == [0, 1, -1, 2, -3, 4, 5, 0, 0]
+    of_rows = ErrorBound("pw_rel", torch.tensor([0.25, 0.5, 9.0]), channel_dim=0)
+    assert codes_of_octaves(x[1:7].view(3, 2), of_rows).tolist() == [[1, -1], [1, -2], [1, 2]]
+    assert codes_of_octaves(torch.zeros(3), ErrorBound("pw_rel", 0.25)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("value", [0.3, 0.1, 0.03])
+def test_a_share_of_each_value_takes_about_the_entropy_of_its_codes(value):
+    x, bound = torch.randn(16, 16, 32, 32, generator=torch.Generator().manual_seed(0)), ErrorBound("pw_rel", value)
+    found = codec_bench.measure(x, ["error_bounded"], {value: bound}, repetitions=1)
+    row = found["results"][0]
+    assert row["num_over_bound"] == 0 and max(row["histogram"]) < sum(row["histogram"])
+    order0 = found["bounds"][0]["order0_bits"]
+    assert order0 - 0.1 < row["bits_per_value"] < order0 + 1
+    assert codec_bench.entropies(x, ErrorBound("pw_rel", 0.0), False)["order0_bits"] is None
 
 
 def test_errors_are_what_was_added(monkeypatch):

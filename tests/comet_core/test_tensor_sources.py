@@ -188,6 +188,8 @@ def test_the_rules_bounds_are_multiples_and_files_have_other_kinds():
     file = Sample(name="a", tensor=x)
     kind, bounds = bounds_of(file, channel_dim=-1)
     assert kind == "range_rel" and all(bound.channel_dim == -1 for bound in bounds.values())
+    for kind in ("abs", "range_rel", "pw_rel"):
+        assert {bound.kind for bound in bounds_of(file, kind)[1].values()} == {kind}
     for sample, options, sentence in (
         (file, {"kind": "rule"}, "gives bounds to captured tensors alone"),
         (rule, {"channel_dim": 1}, "no channel_dim for a captured tensor"),

@@ -39,6 +39,8 @@ def allowed_error(x, bound):
         dims.remove(bound.channel_dim % x.ndim)
         if value.ndim:
             value = value.view([-1 if axis not in dims else 1 for axis in range(x.ndim)])
+    if bound.kind == "pw_rel":
+        return (value * x.double().abs()).where(x != 0, 0)
     if bound.kind == "range_rel" and x.numel():
         finite = x.double().isfinite()
         high = x.double().where(finite, -math.inf)
@@ -117,7 +119,7 @@ def check_values(codec, x, y, bound, sign_exact):
         error = (x.double() - y.double()).abs()
         assert bool((error <= allowed_error(x, bound))[finite].all()), "beyond the bound"
         assert bool((y[x == 0] == 0).all()), "a zero did not stay zero"
-        if sign_exact:
+        if sign_exact or as_error_bound(bound).kind == "pw_rel":
             assert torch.equal(torch.sign(x[finite]), torch.sign(y[finite])), "a sign changed"
     elif codec.name == "sign_mask":
         assert torch.equal(y > 0, ~(x <= 0)), "the mask differs"

@@ -109,7 +109,7 @@ def test_a_mask_of_relu_can_be_read_from_a_sign_exact_record():
         (lambda x: CODEC.encode(x), "bound is None"),
         (lambda x: CODEC.encode(x, -1.0), r"is -1\.0; allowed: 0"),
         (lambda x: CODEC.encode(x, math.nan), "is nan; allowed: 0"),
-        (lambda x: ErrorBound("rel", 0.1), "'rel'; allowed: 'abs', 'range_rel'"),  # type: ignore[arg-type]
+        (lambda x: ErrorBound("rel", 0.1), "'rel'; allowed: 'abs', 'range_rel', 'pw_rel'"),  # type: ignore[arg-type]
         (lambda x: ErrorBound("abs", torch.tensor([0.1, -0.1]), 1), "negative or NaN entries"),
         (lambda x: ErrorBound("abs", torch.tensor([0.1, math.nan]), 1), "negative or NaN entries"),
         (lambda x: ErrorBound("abs", torch.tensor([0.1])), "channel_dim is None"),
@@ -132,7 +132,7 @@ finite_or_not = st.floats(width=32, allow_nan=True, allow_infinity=True)
 @given(
     st.lists(finite_or_not, min_size=1, max_size=40),
     st.floats(min_value=0, allow_nan=False),
-    st.sampled_from(["abs", "range_rel"]),
+    st.sampled_from(["abs", "range_rel", "pw_rel"]),
     st.sampled_from(FLOATS),
     st.booleans(),
 )
@@ -285,6 +285,8 @@ def test_two_planes_refuse_counts_that_do_not_fit():
     ):
         with pytest.raises(DamagedRecord):
             CODEC.decode(dataclasses.replace(encoded, meta=dataclasses.replace(meta, **changed)))
+    with pytest.raises(DamagedRecord):  # before memory is taken
+        CODEC.decode(dataclasses.replace(encoded, shape=torch.Size((1 << 40,)), stride=(1,)))
 
 
 @pytest.mark.gpu
@@ -295,7 +297,7 @@ def test_a_gpu_makes_the_record_that_the_cpu_makes(dtype, sign_exact):
     x[0, 0, 0, :4] = torch.tensor([math.nan, math.inf, 0.0, 60.0])
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x = x.contiguous(memory_format=memory_format)
-        for bound in (0.5, ErrorBound("abs", torch.linspace(0.1, 1, 8), 1)):
+        for bound in (0.5, ErrorBound("abs", torch.linspace(0.1, 1, 8), 1), ErrorBound("pw_rel", 0.1)):
             on_cpu, on_gpu = (CODEC.encode(x.to(device), bound, sign_exact=sign_exact) for device in ("cpu", "cuda"))
             assert on_cpu.meta == on_gpu.meta
             for one, other in zip(on_cpu.parts, on_gpu.parts, strict=True):

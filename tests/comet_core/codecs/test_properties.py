@@ -70,7 +70,7 @@ def tensors(draw, dtypes):
 
 bounds = st.one_of(
     st.floats(min_value=0, allow_nan=False),
-    st.builds(ErrorBound, st.sampled_from(["abs", "range_rel"]), st.floats(min_value=0, max_value=10)),
+    st.builds(ErrorBound, st.sampled_from(["abs", "range_rel", "pw_rel"]), st.floats(min_value=0, max_value=10)),
 )
 
 
