@@ -4,9 +4,10 @@ Groups of 32 bands are the tasks: a group's values become codes of a byte, the v
 compared with the original, and range ANS shortens what a prediction from the neighbours' codes leaves of them, with a
 table for each context (`kernels/tables.py`, `kernels/context_coder.py`). The tables come from a sample of the tensor
 (`kernels/contexts.py`). What is too rare for a place in the tables is an escape of one byte more; what misses the bound
-is kept as it is.
-A group that would not shrink is stored losslessly. Where codes of a byte are too few for the bound, `two_planes.py`
-takes two of them, and where those are too few, all is stored losslessly.
+is kept as it is. A group that would not shrink is stored losslessly.
+
+Where codes of a byte are too few for the bound, `two_planes.py` takes two of them, and where those are too few, all is
+stored losslessly. Bounds relative to each value go the way of `octaves.py`.
 
 The quantiser is defined in `kernels/reference.py`. Sources: the check and the verbatim values follow PFPL (Fallin et
 al. 2025); the quantiser that of cuSZ (Tian et al. 2020), with a zero of its own for the sign of ReLU results.
