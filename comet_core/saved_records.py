@@ -37,6 +37,7 @@ class Ledger:
         self.now = ByteCount()
         self.peak = ByteCount()
         self.batch_bytes = 0
+        self.last_decoded: weakref.ref[Record] | None = None  # the one record that keeps what it decoded
 
     def book(self, **change: int) -> None:
         with self.lock:
@@ -49,7 +50,18 @@ class Ledger:
         """The peak since the last call; counting starts again from what is alive now."""
         with self.lock:
             peak, self.peak = self.peak, ByteCount(**vars(self.now))
+            self.take_decoded()
             return peak
+
+    def take_decoded(self) -> "tuple[Record, Tensor] | None":
+        """The record that keeps what it decoded, and that tensor, which it keeps no longer."""
+        with self.lock:
+            record = self.last_decoded() if self.last_decoded is not None else None
+            self.last_decoded = None
+            if record is None or record.decoded is None:
+                return None
+            tensor, record.decoded = record.decoded, None
+            return record, tensor
 
 
 class Entry:
@@ -92,6 +104,9 @@ class Record:
         self.entry, self.codec, self.encoded, self.bound = entry, codec, encoded, bound
         self.keeps_sign = keeps_sign
         self.is_conv_input = False
+        self.num_handles = 0
+        self.decoded: Tensor | None = None
+        self.version = 0  # of that tensor, to notice who changes it in place
         entry.ledger.book(held=encoded.nbytes)
 
     def mark_conv_input(self) -> None:
@@ -110,6 +125,24 @@ class Record:
             return False
         own, asked = torch.as_tensor(self.bound.value), torch.as_tensor(bound.value)
         return (own.shape == asked.shape or 0 in (own.dim(), asked.dim())) and bool((own <= asked).all())
+
+    def values(self) -> Tensor:
+        """The decoded tensor, not to be changed.
+
+        Where several operators share the record, it is kept until the next record is asked for: a ReLU's backward
+        asks directly after that of the convolution behind it, when no more memory is in use than during that one.
+        """
+        ledger = self.entry.ledger
+        kept = ledger.take_decoded()
+        if kept is not None and kept[0] is self and kept[1]._version == self.version:
+            return kept[1]
+        del kept  # before memory for the next one is taken
+        tensor = self.codec.decode(self.encoded)
+        if self.num_handles > 1:
+            with ledger.lock:
+                self.decoded, self.version = tensor, tensor._version
+                ledger.last_decoded = weakref.ref(self)
+        return tensor
 
     def __del__(self) -> None:
         nbytes = self.encoded.nbytes
@@ -154,10 +187,11 @@ class RecordHandle:
 
     def __init__(self, record: Record, tensor: Tensor) -> None:
         self.record, self.shape, self.stride = record, tensor.shape, tensor.stride()
+        record.num_handles += 1
         self.is_dense = _is_dense(tensor)
 
     def unpack(self) -> Tensor:
-        tensor = self.record.codec.decode(self.record.encoded)
+        tensor = self.record.values()
         if not self.is_dense:  # gaps or overlaps are not stored: such a layout comes back contiguous
             return tensor
         return tensor.as_strided(self.shape, self.stride)

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import comet_core
+from comet_core.codecs.error_bounded import ErrorBoundedCodec
 
 MIB = 2**20
 SMALL = 1e-6  # an error bound so small that gradients agree to float32 rounding
@@ -131,6 +133,64 @@ def test_a_relu_and_the_convolutions_behind_it_share_one_record_from_the_second_
         assert held[0] >= held[1] + MIB / 32 * 0.9  # the first iteration's guess kept a mask beside the record
         assert held[1] == held[2]
     assert_close(found, expected, rtol=1e-2)
+
+
+def decoding(monkeypatch):
+    """A list that grows by what is decoded: weak references to the tensors."""
+    decoded, plain = [], ErrorBoundedCodec.decode
+
+    def decode(self, encoded, device=None):
+        tensor = plain(self, encoded, device)
+        decoded.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(ErrorBoundedCodec, "decode", decode)
+    return decoded
+
+
+def test_a_record_that_two_operators_share_is_decoded_once_and_then_given_back(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    batch = torch.randn(4, 3, 20, 20)
+    plain = gradients(model, batch)
+    with compressed(model) as session:
+        gradients(model, batch)
+        session.step()
+        decoded = decoding(monkeypatch)
+        assert_close(gradients(model, batch), plain)
+        assert len(decoded) == 2, "one for each ReLU and the convolution behind it"
+        session.step()
+        assert all(reference() is None for reference in decoded)
+
+
+def test_what_was_decoded_is_not_used_again_once_someone_changed_it():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    batch = torch.randn(4, 3, 20, 20)
+    plain = gradients(model, batch)
+    with compressed(model) as session:
+        gradients(model, batch)
+        session.step()
+        model.zero_grad()
+        y = model(batch)
+        y.grad_fn._saved_input.zero_()  # decodes what the ReLU shares, and gives it to the caller
+        y.square().mean().backward()
+        assert_close({name: p.grad for name, p in model.named_parameters()}, plain)
+
+
+def test_a_graph_that_lives_on_keeps_nothing_decoded_beyond_its_step(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    batch = torch.randn(4, 3, 20, 20)
+    with compressed(model) as session:
+        gradients(model, batch)
+        session.step()
+        decoded = decoding(monkeypatch)
+        loss = model(batch).square().mean()
+        # The ReLU, which shares the record, is not asked.
+        torch.autograd.grad(loss, model[2].weight, retain_graph=True)
+        assert [reference() is not None for reference in decoded] == [True]
+        session.step()
+        assert decoded[0]() is None
+        loss.backward()
 
 
 def test_convolutions_with_different_bounds_on_one_input_share_the_stricter_record():
