@@ -72,10 +72,13 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     codec.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to this file")
 
 
-def _use_allocator_settings() -> None:
-    """Start this process once more with them; returns in the new one."""
-    if platform.libc_ver()[0] == "glibc" and "GLIBC_TUNABLES" not in os.environ:
-        environment = {**os.environ, "GLIBC_TUNABLES": launcher.ALLOCATOR_TUNABLES}
+def _use_process_settings() -> None:
+    """Start this process once more with those of allocator and OpenMP that are missing; returns in the new one."""
+    settings = {"OMP_WAIT_POLICY": launcher.WAIT_POLICY}
+    if platform.libc_ver()[0] == "glibc":
+        settings["GLIBC_TUNABLES"] = launcher.ALLOCATOR_TUNABLES
+    if not settings.keys() <= os.environ.keys():
+        environment = {**settings, **os.environ}
         os.execve(sys.executable, [sys.executable, "-m", "comet_core", *sys.argv[1:]], environment)
 
 
@@ -93,7 +96,7 @@ def _stop_on_signal() -> threading.Event:
 
 
 def _train(run: RunConfig, output: Path | None) -> int:
-    _use_allocator_settings()
+    _use_process_settings()
     _check_output(output)
     from tqdm import tqdm
 
@@ -153,7 +156,7 @@ def _layers(model: str) -> int:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    _use_allocator_settings()
+    _use_process_settings()
     _check_output(given.json)
     for name, least in (("steps", 1), ("repetitions", 1), ("threads", 0)):
         if getattr(given, name) < least:

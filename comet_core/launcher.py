@@ -25,6 +25,9 @@ from comet_core.config import comet_home
 
 PROJECT = Path(__file__).resolve().parent.parent
 ALLOCATOR_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1048576"
+WAIT_POLICY = "passive"
+"""OpenMP's threads sleep between two operations of torch. By default they turn in circles for a while, and the codec's
+threads, which come next, get half a core."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -55,6 +58,7 @@ def training_environment(*, device: str = "cpu", num_threads: int = 0, slots: in
         **os.environ,
         **dict.fromkeys(_THREAD_VARIABLES, threads),
         "GLIBC_TUNABLES": ALLOCATOR_TUNABLES,
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", WAIT_POLICY),
         "CUDA_VISIBLE_DEVICES": visible,
         "NUMBA_CACHE_DIR": str(home / "numba"),
         "COMET_HOME": str(home),

@@ -197,6 +197,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
     }
 
 

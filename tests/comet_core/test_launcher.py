@@ -123,6 +123,9 @@ def test_the_environment_sets_allocator_threads_and_gpus(comet_home, monkeypatch
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     environment = launcher.training_environment(slots=3)
     assert environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1048576"
+    assert environment["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert launcher.training_environment()["OMP_WAIT_POLICY"] == "active"
     assert environment["OMP_NUM_THREADS"] == environment["NUMBA_NUM_THREADS"] == "2"
     assert launcher.training_environment(slots=100)["MKL_NUM_THREADS"] == "1"
     assert launcher.training_environment(num_threads=5, slots=2)["OPENBLAS_NUM_THREADS"] == "5"
