@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -212,6 +213,36 @@ for dither in (False, True):
     assert done.returncode == 0, done.stderr
     for codec, line in zip((CODEC, DITHERED), done.stdout.splitlines(), strict=True):
         assert line.split() == [part.hex() for part in codec.encode(x, 0.1).parts[1:]]
+
+
+def test_a_processor_without_instructions_for_float16_takes_the_reference(check_codec, monkeypatch):
+    x = normal(3, 4, 2000)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_converts_halves", lambda: False)
+        assert kernels.error_bounded_of(x.half()) is kernels.reference
+        assert kernels.error_bounded_of(x) is kernels.error_bounded_of(x.bfloat16()) is not kernels.reference
+        without = check_codec(CODEC, x.half(), 0.1)
+    assert without.parts[2:] == CODEC.encode(x.half(), 0.1).parts[2:]
+
+
+def test_a_processor_without_avx512_makes_the_same_record(tmp_path):
+    """The kernels' instructions are chosen when they are compiled: here for a processor of 2013."""
+    script = """
+import torch
+from comet_core.codecs import get_codec
+x = torch.randn((2, 40, 16, 16), generator=torch.Generator().manual_seed(0))
+for dtype in (torch.float32, torch.float16):
+    encoded = get_codec("error_bounded", dither=True).encode(x.to(dtype).cumsum(-1), 0.1)
+    print(*(part.hex() for part in encoded.parts[1:]))
+"""
+    if platform.machine() != "x86_64":
+        pytest.skip("this processor is of another family")
+    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    x = normal(2, 40, 16, 16)
+    for dtype, line in zip((torch.float32, torch.float16), done.stdout.splitlines(), strict=True):
+        assert line.split() == [part.hex() for part in DITHERED.encode(x.to(dtype).cumsum(-1), 0.1).parts[1:]]
 
 
 def test_only_exact_storage_needs_zstandard(check_codec, monkeypatch):
