@@ -81,7 +81,7 @@ def _rounded_down(values: np.ndarray, dtype: Any) -> np.ndarray:
 def levels_part(grid: Grid) -> tuple[Tensor, int | None]:
     """Steps and offsets (2, C): float16 and the exponent of the steps' unit where that is exact, else as they are."""
     _, exponent = math.frexp(grid.step.max().item())
-    exponent -= 15  # so that the largest is just within float16
+    exponent = max(exponent - 15, -1022)  # so that the largest is just within float16, and the unit's inverse finite
     halves = torch.stack((grid.step.double() * 2.0**-exponent, grid.offset.double())).half()
     step, offset = from_levels_part(halves, exponent, grid.step.dtype)
     if torch.equal(step, grid.step) and torch.equal(offset, grid.offset):

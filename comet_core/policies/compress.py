@@ -87,10 +87,10 @@ class CompressPolicy(MemoryPolicy):
             bound = self._absolute(name, tensor)
             if bound is None:
                 return None
-            if isinstance(smallest, float) and isinstance(bound, float):
-                smallest = min(smallest, bound)
-            else:
+            if isinstance(smallest, Tensor) or isinstance(bound, Tensor):
                 smallest = torch.minimum(torch.as_tensor(smallest), torch.as_tensor(bound))
+            else:
+                smallest = min(smallest, bound)
         if isinstance(smallest, Tensor):
             return ErrorBound("abs", smallest, channel_dim=1)
         return ErrorBound("abs", smallest)

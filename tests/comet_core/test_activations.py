@@ -581,3 +581,16 @@ def test_a_layer_whose_weight_is_its_own_input_is_exact():
     expected = gradients(copy.deepcopy(model), batch)
     with compressed(model, bound=0.5):
         assert_close(gradients(model, batch), expected)
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_fixed_bound_may_be_a_whole_number(bound):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    batch = torch.randn(4, 3, 12, 12)
+    found = []
+    for given in (bound, float(bound)):
+        own = copy.deepcopy(model)
+        with compressed(own, bound=given):
+            found.append(gradients(own, batch))
+    assert_close(*found, rtol=0)

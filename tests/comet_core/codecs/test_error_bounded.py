@@ -73,6 +73,16 @@ def test_a_relative_bound_is_exact_where_the_range_is_zero():
         assert torch.equal(CODEC.decode(CODEC.encode(x, bound)), x)
 
 
+@pytest.mark.parametrize("scale", [1e-280, 1e-300, 1e-304, 1e-306, 1e-307, 5e-324])
+@pytest.mark.parametrize("channel_dim", [None, 1])
+def test_the_smallest_float64_values_keep_their_bounds(check_codec, scale, channel_dim):
+    x = normal(6, 5, 100).double() * scale
+    for codec in (CODEC, DITHERED):
+        for bound in (ErrorBound("range_rel", 0.1, channel_dim), ErrorBound("range_rel", 10.0, channel_dim)):
+            check_codec(codec, x, bound)
+            check_codec(codec, x, bound, sign_exact=True)
+
+
 def test_an_infinite_bound_gives_values_of_the_tensors_own_size():
     x = torch.cat([normal(5000), torch.tensor([0.0])])
     for sign_exact in (False, True):
