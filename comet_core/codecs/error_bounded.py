@@ -6,8 +6,8 @@ table for each context (`kernels/tables.py`, `kernels/context_coder.py`). The ta
 (`kernels/contexts.py`). What is too rare for a place in the tables is an escape of one byte more; what misses the bound
 is kept as it is. A group that would not shrink is stored losslessly.
 
-Where codes of a byte are too few for the bound, `two_planes.py` takes two of them, and where those are too few, all is
-stored losslessly. Bounds relative to each value go the way of `octaves.py`.
+Where codes of a byte are too few for the bound, `two_planes.py` takes two of them or more, unless lossless storage is
+smaller. Bounds relative to each value go the way of `octaves.py`.
 
 The quantiser is defined in `kernels/reference.py`. Sources: the check and the verbatim values follow PFPL (Fallin et
 al. 2025); the quantiser that of cuSZ (Tian et al. 2020), with a zero of its own for the sign of ReLU results.
@@ -35,7 +35,7 @@ from comet_core.codecs.base import (
     flat_of,
     tensor_part,
 )
-from comet_core.codecs.grids import FLOATS, finite_range, from_levels_part, grid_of, levels_part
+from comet_core.codecs.grids import FLOATS, from_levels_part, grid_of, levels_part
 from comet_core.codecs.kernels import error_bounded_of, reference
 from comet_core.codecs.kernels.chunks import run_chunks
 from comet_core.codecs.kernels.contexts import sample_starts, tables_of
@@ -46,6 +46,8 @@ from comet_core.codecs.octaves import Octaves, decode_octaves, encode_octaves
 from comet_core.codecs.two_planes import TwoPlanes, decode_in_two, encode_in_two
 
 _EXACT = -1  # in place of a group's number of escapes
+_REACH_VALUES = 1 << 16
+"""About so many values decide how fine the codes of a fine bound are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +120,11 @@ class ErrorBoundedCodec(Codec):
         return self.record(dense, (levels, tables.pack(), *parts), meta)
 
     def _encode_finely(self, dense: Tensor, bound: ErrorBound, grid: Grid, sign_exact: bool) -> Encoded | None:
-        low, high = finite_range(dense, len(grid.step), grid.inner)
         limit = grid.limit.double().cpu()
-        reach = 2 * torch.maximum(low.abs(), high.abs()) if sign_exact or bound.channel_dim is None else high - low
-        spread = (reach / limit).where(limit > 0, 0).max().item()
         absolute = ErrorBound("abs", limit if bound.channel_dim is not None else limit.item(), bound.channel_dim)
-        return encode_in_two(self, dense, absolute, spread, sign_exact)
+        in_planes = encode_in_two(self, dense, absolute, _reach(flat_of(dense), grid), sign_exact)
+        exact = self.record(dense, encode_exactly(dense))
+        return in_planes if in_planes is not None and in_planes.nbytes < exact.nbytes else exact
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
         self.check_own(encoded)
@@ -215,6 +216,15 @@ def _checked(encoded: Encoded) -> tuple[Grid, Tables, tuple[bytes | Tensor, ...]
 
 def _threaded(x: Tensor) -> bool:
     return x.device.type == "cpu" and error_bounded_of(x) is not reference
+
+
+def _reach(flat: Tensor, grid: Grid) -> Tensor:
+    """How many steps some of the values are away from the middle of their channel; float64 on the CPU."""
+    # An odd distance takes values of all channels.
+    indices = torch.arange(0, len(flat), max(len(flat) // _REACH_VALUES, 1) | 1, device=flat.device)
+    channels = (indices // grid.inner) % len(grid.step)
+    steps = flat[indices].double() / grid.step[channels].double() - grid.offset[channels].double()
+    return steps.abs().where(grid.limit[channels] > 0, 0).cpu()
 
 
 def _sample(flat: Tensor, grid: Grid, layout: Layout) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Bounds too fine for codes of a byte: a coarse record, and a second one of what the first leaves over.
 
-The first is made with the bound times 2**k, so that its codes fit a byte, and the second, of the rest, with the bound:
-together codes of up to 15 bits, the upper ones in the context of their neighbours. What the sum of both misses is kept
-verbatim. Unlike in one plane, float copies of the whole tensor are needed while encoding and decoding: this is for the
+The first is made with the bound times 2**k and the second, of the rest, with the bound: together codes of up to 15 bits,
+the upper ones in the context of their neighbours. A bound that is too fine even for them makes the coarse record one of
+two planes itself. Few values far from the others do not widen the codes of all: a sample says how many bits pay, and
+what is out of reach is verbatim in the coarse record. What the sum of both misses is kept verbatim too. Unlike in one plane, float copies of the whole tensor are needed while encoding and decoding: this is for the
 fixed bounds of people who want nearly exact tensors, not for those that a controller sets.
 """
 
@@ -19,8 +20,11 @@ from comet_core.codecs.octaves import Octaves
 from comet_core.codecs.outliers import put_outliers, take_outliers
 
 _MOST_SHIFT = 7
-_LEVELS = 254
+_LEVELS = 127
 """Codes of a byte reach from -127 to 127."""
+_SHIFT_BITS, _MISSED_BITS = 0.1, 36
+"""What a value costs more if codes are a bit wider, since the rest knows no context; what it costs out of reach."""
+_MOST_NESTED = 8
 # The rest is quantised a little finer, since the sum of both planes is rounded.
 _REST_SHARE = 1 - 2.0**-7
 
@@ -36,14 +40,21 @@ class TwoPlanes:
     num_outliers: int
 
 
-def encode_in_two(codec: Codec, dense: Tensor, bound: ErrorBound, spread: float, sign_exact: bool) -> Encoded | None:
-    """A record of a dense float tensor within an `abs` bound, None where codes of 15 bits do not pay.
+def encode_in_two(codec: Codec, dense: Tensor, bound: ErrorBound, reach: Tensor, sign_exact: bool) -> Encoded | None:
+    """A record of a dense float tensor within an `abs` bound, None where no number of codes pays.
 
-    `spread` is the largest range of a channel's finite values, in bounds. A channel with a bound of 0 is exact.
+    `reach`, float64: how many steps of the quantiser some of the values are away from its middle, not finite where they
+    are not. A channel with a bound of 0 is exact.
     """
-    if not _LEVELS < spread / 2 <= _LEVELS << _MOST_SHIFT:
+    # Codes as wide as the values pay nowhere.
+    bits = [
+        _SHIFT_BITS * shift + _MISSED_BITS * (~(reach <= _LEVELS * 2.0**shift)).double().mean().item()
+        for shift in range(8 * dense.itemsize - 7)
+    ]
+    needed = bits.index(min(bits))
+    if not 0 < needed < len(bits) - 1:
         return None
-    shift = math.ceil(math.log2(spread / (2 * _LEVELS)))
+    shift = min(needed, _MOST_SHIFT)
     value = torch.as_tensor(bound.value, dtype=torch.float64)
 
     def times(factor: float) -> ErrorBound:
@@ -73,8 +84,11 @@ def decode_in_two(codec: Codec, encoded: Encoded) -> Tensor:
     numbers = meta.num_coarse_parts, meta.num_rest_parts, meta.num_outliers
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise DamagedRecord(f"its counts are {numbers}")
-    if any(isinstance(plane, TwoPlanes | Octaves) for plane in (meta.coarse, meta.rest)):
-        raise DamagedRecord("a plane of it has planes or octaves of its own")
+    innermost, num_nested = meta.coarse, 0
+    while isinstance(innermost, TwoPlanes) and num_nested < _MOST_NESTED:
+        innermost, num_nested = innermost.coarse, num_nested + 1
+    if any(isinstance(plane, TwoPlanes | Octaves) for plane in (innermost, meta.rest)):
+        raise DamagedRecord(f"its planes lie more than {_MOST_NESTED} deep, or one has octaves of its own")
     num_parts = meta.num_coarse_parts + meta.num_rest_parts
     coarse = dataclasses.replace(encoded, parts=encoded.parts[: meta.num_coarse_parts], meta=meta.coarse)
     rest = dataclasses.replace(encoded, parts=encoded.parts[meta.num_coarse_parts : num_parts], meta=meta.rest)

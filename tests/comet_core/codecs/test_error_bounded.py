@@ -312,17 +312,40 @@ def test_a_fine_bound_takes_two_planes_of_codes(check_codec, dtype, sign_exact):
         for bound in (1e-3, ErrorBound("range_rel", 1e-4), ErrorBound("range_rel", 1e-4, -3)):
             encoded = check_codec(CODEC, x, bound, sign_exact=sign_exact)
             assert isinstance(encoded.meta, TwoPlanes) and bits_per_value(encoded) < 15
-    assert CODEC.encode(x, 1e-7).meta is None
+
+
+def test_bits_grow_with_the_logarithm_of_the_bound_until_lossless_storage_is_smaller(check_codec):
+    x = torch.randn(1 << 18, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for value, dtype, most in ((1e-4, torch.float32, 0.25), (1e-5, torch.float32, 0.3), (1e-12, torch.float64, 0.6)):
+        entropy = math.log2(math.sqrt(2 * math.pi * math.e) / (2 * value))
+        encoded = check_codec(CODEC, x.to(dtype), value)
+        assert isinstance(encoded.meta, TwoPlanes) and bits_per_value(encoded) < entropy + most
+    lossless = CODEC.encode(x.float(), 0)
+    for value in (1e-7, 1e-9, 1e-30):
+        assert CODEC.encode(x.float(), value).nbytes == lossless.nbytes
+
+
+@pytest.mark.parametrize("large", [100.0, 1e30, math.inf])
+def test_few_large_values_do_not_widen_the_codes_of_all(check_codec, large):
+    x = field(8, 8, 32, 32)
+    plain = {bound: CODEC.encode(x, bound).nbytes for bound in (3e-3, 1e-4)}
+    x.flatten()[::3000] = large
+    for bound, nbytes in plain.items():
+        assert check_codec(CODEC, x, bound).nbytes < nbytes + 40 * x.numel() / 3000 + 1000
 
 
 def test_two_planes_refuse_counts_that_do_not_fit():
     encoded = CODEC.encode(field(8, 4, 32, 32), 1e-3)
-    meta = encoded.meta
+    meta = nested = encoded.meta
+    for _ in range(10_000):
+        nested = dataclasses.replace(meta, coarse=nested)
     for changed in (
         {"num_coarse_parts": meta.num_coarse_parts - 1},
         {"num_rest_parts": -1},
         {"num_outliers": 10**6},
         {"coarse": meta},
+        {"coarse": nested},
+        {"rest": meta},
         {"rest": None},
     ):
         with pytest.raises(DamagedRecord):
