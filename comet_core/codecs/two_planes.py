@@ -1,14 +1,15 @@
 """Bounds too fine for codes of a byte: a coarse record, and a second one of what the first leaves over.
 
-The first is made with the bound times 2**k and the second, of the rest, with the bound: together codes of up to 15 bits,
-the upper ones in the context of their neighbours. A bound that is too fine even for them makes the coarse record one of
-two planes itself. Few values far from the others do not widen the codes of all: a sample says how many bits pay, and
-what is out of reach is verbatim in the coarse record. What the sum of both misses is kept verbatim too. Unlike in one plane, float copies of the whole tensor are needed while encoding and decoding: this is for the
-fixed bounds of people who want nearly exact tensors, not for those that a controller sets.
+The first is made with the bound times 2**k and the second, of the rest, with the bound: together codes of up to 15
+bits, the upper ones in the context of their neighbours. A bound that is too fine even for them makes the coarse record
+one of two planes itself. Few values far from the others do not widen the codes of all: a sample says how many bits pay,
+and what is out of reach is verbatim in the coarse record. What the sum of both misses is kept verbatim too.
+
+Unlike in one plane, float copies of the whole tensor are needed while encoding and decoding: this is for the fixed
+bounds of people who want nearly exact tensors, not for those that a controller sets.
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
