@@ -11,8 +11,9 @@ them smoother than real ones of that size.
 Peak: the process's largest resident size within a step. Static memory: its resident size when a step has ended, with
 parameters, gradients, optimizer and data; on the default allocator, which keeps what is freed, its size before the
 first step and the bytes of gradients and momentum. SGD is the fused one: the other's temporary for weight decay, as
-large as the largest weight, would be the peak of vgg16_bn in either arm. The floor is static memory and the largest operator's working set: its input,
-and the gradients of input and output. Writes benchmarks/results/engine.json and prints the README's table.
+large as the largest weight, would be the peak of vgg16_bn in either arm. The floor is static memory and the largest
+operator's working set: its input, and the gradients of input and output. Writes benchmarks/results/engine.json and
+prints the README's table.
 """
 
 import argparse
@@ -214,8 +215,8 @@ def summary(found: dict) -> dict:
 
 def table(networks: dict[str, dict]) -> str:
     lines = [
-        "| network, input, batch | ratio, whole graph | ratio, convolution inputs | step time over baseline | peak above "
-        "static memory over baseline's | over that on the default allocator | MiB: compressed, baseline, floor |",
+        "| network, input, batch | ratio, whole graph | ratio, convolution inputs | step time over baseline | peak "
+        "above static memory over baseline's | over that on the default allocator | MiB: compressed, baseline, floor |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, found in networks.items():

@@ -7,6 +7,7 @@ index lies in the output's window, which follows from the output's own place: to
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from comet_core.codecs.base import (
     empty_like_record,
     tensor_part,
 )
-from comet_core.codecs.kernels import reference
-from comet_core.codecs.kernels.chunks import CHUNK_VALUES
+from comet_core.codecs.kernels import reference, twin_of
+from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
 from comet_core.codecs.lossless import decode_exactly, encode_exactly
 
 _WIDTHS = (1, 2, 4, 8)
@@ -65,13 +66,18 @@ class WindowIndexCodec(Codec):
         bits = next((bits for bits in _WIDTHS if positions <= 1 << bits), 0)
         if bits and dense.ndim >= 2 and dense.dtype == torch.int64 and dense.numel():
             planes = dense.reshape(-1, *dense.shape[-2:])
-            codes = torch.empty(planes.shape, dtype=torch.uint8, device=dense.device)
-            if all(
-                reference.window_codes(indices, self._windows, out)
-                for indices, out in zip(_split(planes), _split(codes), strict=True)
-            ):
-                packed = reference.pack_bits(codes.view(-1), bits)
-                return self.record(dense, (packed,), _Meta(bits, self._windows))
+            tasks = planes.split(_planes_a_task(planes))
+            kernels = _kernels_on(dense.device)
+
+            def encode_task(index: int) -> Tensor | None:
+                codes = torch.empty(tasks[index].shape, dtype=torch.uint8, device=dense.device)
+                fit = kernels.window_codes(tasks[index], self._windows, codes)
+                return kernels.pack_bits(codes.view(-1), bits) if fit else None
+
+            found = run_chunks(encode_task, len(tasks), threaded=kernels is not reference)
+            packed = [part for part in found if part is not None]
+            if len(packed) == len(tasks):
+                return self.record(dense, (torch.cat(packed),), _Meta(bits, self._windows))
         return self.record(dense, encode_exactly(dense), _Meta(0, self._windows))
 
     def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
@@ -88,9 +94,18 @@ class WindowIndexCodec(Codec):
         check_num_parts(encoded, 1)
         packed = tensor_part(encoded, 0, torch.uint8, -(-count * meta.bits // 8))
         out = empty_like_record(encoded)
-        codes = reference.unpack_bits(packed, meta.bits, count).view(-1, *out.shape[-2:])
-        planes = torch.cat([reference.window_indices(chunk, meta.windows) for chunk in _split(codes)])
-        out.copy_(planes.view(out.shape))
+        contiguous = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        planes = contiguous.view(-1, *out.shape[-2:])
+        tasks, kernels = planes.split(_planes_a_task(planes)), _kernels_on(out.device)
+        parts = packed.split(-(-tasks[0].numel() * meta.bits // 8))
+
+        def decode_task(index: int) -> None:
+            codes = kernels.unpack_bits(parts[index], meta.bits, tasks[index].numel())
+            kernels.window_indices(codes.view(tasks[index].shape), meta.windows, tasks[index])
+
+        run_chunks(decode_task, len(tasks), threaded=kernels is not reference)
+        if contiguous is not out:
+            out.copy_(contiguous)
         return out.to(device or encoded.device)
 
 
@@ -103,5 +118,10 @@ def _problem(windows: reference.Windows) -> str:
     return ""
 
 
-def _split(planes: Tensor) -> tuple[Tensor, ...]:
-    return planes.split(max(CHUNK_VALUES // planes[0].numel(), 1))
+def _planes_a_task(planes: Tensor) -> int:
+    """A multiple of eight, so that a task's codes begin with a byte."""
+    return 8 * max(CHUNK_VALUES // planes[0].numel() // 8, 1)
+
+
+def _kernels_on(device: torch.device) -> Any:
+    return twin_of(torch.empty(0, dtype=torch.uint8, device=device)) or reference

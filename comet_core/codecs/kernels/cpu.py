@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comet_core.codecs.kernels import reference
+from comet_core.codecs.kernels.chunks import scratch
 from comet_core.codecs.kernels.compiled import compiled
-from comet_core.codecs.kernels.reference import GROUP_VALUES
+from comet_core.codecs.kernels.reference import GROUP_VALUES, Windows
 
 _LANES = 16
 
@@ -103,6 +105,89 @@ def _fill_positive(bits: np.ndarray, value: Any, out: np.ndarray) -> None:
         out[j] = value if bits[whole] >> (j - 8 * whole) & 1 else zero
 
 
+@compiled
+def _pack(codes: np.ndarray, bits: int, packed: np.ndarray) -> None:
+    per_byte = 8 // bits
+    whole = len(codes) // per_byte
+    if bits == 2:
+        for k in range(whole):
+            four = codes[4 * k : 4 * k + 4]
+            packed[k] = four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6
+    elif bits == 4:
+        for k in range(whole):
+            packed[k] = codes[2 * k] | codes[2 * k + 1] << 4
+    elif bits == 8:
+        packed[:] = codes
+    for k in range(whole if bits in (2, 4, 8) else 0, len(packed)):
+        byte = 0
+        for place in range(min(per_byte, len(codes) - k * per_byte)):
+            byte |= codes[k * per_byte + place] << (place * bits)
+        packed[k] = byte
+
+
+@compiled
+def _unpack(packed: np.ndarray, bits: int, codes: np.ndarray) -> None:
+    if bits == 8:
+        codes[:] = packed
+        return
+    per_byte, mask = 8 // bits, (1 << bits) - 1
+    whole = len(codes) // per_byte
+    if bits == 2:
+        for k in range(whole):
+            four, byte = codes[4 * k : 4 * k + 4], packed[k]
+            four[0], four[1], four[2], four[3] = byte & 3, byte >> 2 & 3, byte >> 4 & 3, byte >> 6
+    elif bits == 4:
+        for k in range(whole):
+            codes[2 * k], codes[2 * k + 1] = packed[k] & 15, packed[k] >> 4
+    for j in range(whole * per_byte if bits in (2, 4) else 0, len(codes)):
+        codes[j] = packed[j // per_byte] >> (j % per_byte * bits) & mask
+
+
+@compiled
+def _window_codes(
+    indices: np.ndarray, corners: np.ndarray, row_distance: int, num_rows: int, column_distance: int, num_columns: int,
+    codes: np.ndarray,
+) -> bool:  # fmt: skip
+    """Counts of borders passed stand in for divisions, which take longer than all the rest."""
+    num_values = len(corners)
+    distance, row = np.empty(num_values, np.int32), np.empty(num_values, np.int32)
+    column = np.empty(num_values, np.int32)
+    most = row_distance * num_rows
+    step, width = np.int32(column_distance), np.int32(num_columns)
+    for plane in range(len(indices)):
+        given, out = indices[plane], codes[plane]
+        num_wrong = 0
+        for j in range(num_values):
+            far = given[j] - corners[j]
+            num_wrong += far < 0 or far >= most
+            distance[j] = far
+        row[:], column[:] = 0, 0
+        for border in range(1, num_rows):
+            passed = np.int32(border * row_distance)
+            for j in range(num_values):
+                row[j] += distance[j] >= passed
+        for j in range(num_values):
+            distance[j] -= row[j] * np.int32(row_distance)
+        for border in range(1, num_columns):
+            passed = np.int32(border * column_distance)
+            for j in range(num_values):
+                column[j] += distance[j] >= passed
+        for j in range(num_values):
+            num_wrong += distance[j] != column[j] * step
+            out[j] = row[j] * width + column[j]
+        if num_wrong:
+            return False
+    return True
+
+
+@compiled
+def _window_indices(codes: np.ndarray, corners: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
+    for plane in range(len(codes)):
+        given, indices = codes[plane], out[plane]
+        for j in range(len(corners)):
+            indices[j] = corners[j] + offsets[given[j]]
+
+
 def finite_range(x: Tensor, start: int, inner: int, low: Tensor, high: Tensor) -> None:
     """Twin of reference.finite_range."""
     _finite_range(x.numpy(), start, inner, low.numpy(), high.numpy())
@@ -130,6 +215,40 @@ def positive_bits(x: Tensor) -> Tensor:
 def fill_positive(bits: Tensor, value: Tensor, out: Tensor) -> None:
     """Twin of reference.fill_positive."""
     _fill_positive(bits.numpy(), value.numpy()[()], out.numpy())
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Twin of reference.pack_bits."""
+    packed = np.empty(-(-len(codes) * bits // 8), np.uint8)
+    _pack(codes.numpy(), bits, packed)
+    return torch.from_numpy(packed)
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Twin of reference.unpack_bits, in memory that its next call in this thread takes again."""
+    codes = scratch("unpacked codes", count)
+    _unpack(packed.numpy(), bits, codes)
+    return torch.from_numpy(codes)
+
+
+def window_codes(indices: Tensor, windows: Windows, codes: Tensor) -> bool:
+    """Twin of reference.window_codes."""
+    num_rows, num_columns = windows.kernel_size
+    if windows.row_distance * num_rows >= 1 << 31:
+        return reference.window_codes(indices, windows, codes)
+    corners = windows.corners(indices.shape, indices.device).flatten()
+    return bool(
+        _window_codes(
+            indices.flatten(1).numpy(), corners.numpy(), windows.row_distance, num_rows, windows.dilation[1],
+            num_columns, codes.flatten(1).numpy(),
+        )
+    )  # fmt: skip
+
+
+def window_indices(codes: Tensor, windows: Windows, out: Tensor) -> None:
+    """Twin of reference.window_indices."""
+    corners = windows.corners(codes.shape, codes.device).flatten()
+    _window_indices(codes.flatten(1).numpy(), corners.numpy(), windows.offsets(256).numpy(), out.flatten(1).numpy())
 
 
 @compiled

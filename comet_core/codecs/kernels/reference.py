@@ -335,40 +335,43 @@ class Windows:
     dilation: tuple[int, int]
     input_size: tuple[int, int]
 
-    def corners(self, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row (oh, 1) and column (ow,) of each window's first position in the input; negative inside the padding."""
+    @property
+    def row_distance(self) -> int:
+        """Between two rows of a window, in positions of the input."""
+        return self.dilation[0] * self.input_size[1]
+
+    def corners(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """(oh, ow) int64: index of each window's first position in the input's plane, as if padding were part of it."""
         rows, columns = (
             torch.arange(shape[axis - 2], device=device) * self.stride[axis] - self.padding[axis] for axis in (0, 1)
         )
-        return rows[:, None], columns
+        return rows[:, None] * self.input_size[1] + columns
+
+    def offsets(self, num_codes: int) -> Tensor:
+        """(num_codes,) int64: how far behind the corner the position of each code is."""
+        code = torch.arange(num_codes)
+        row = code.div(self.kernel_size[1], rounding_mode="floor")
+        return row * self.row_distance + (code - row * self.kernel_size[1]) * self.dilation[1]
 
 
 def window_codes(indices: Tensor, windows: Windows, codes: Tensor) -> bool:
     """Positions within the window, row by row, of int64 indices (n, oh, ow) into the plane of the input.
 
-    Written into codes (n, oh, ow) uint8. False where an index is not a position of its own window.
+    Written into codes (n, oh, ow) uint8. False where an index is at the distance of no position from its corner.
     """
-    height, width = windows.input_size
-    rows, columns = windows.corners(indices.shape, indices.device)
-    index_row = indices.div(width, rounding_mode="floor")
-    along = []
-    for axis, distance in enumerate((index_row - rows, indices - index_row * width - columns)):
-        step = distance.div(windows.dilation[axis], rounding_mode="floor")
-        inside = (step >= 0) & (step < windows.kernel_size[axis]) & (step * windows.dilation[axis] == distance)
-        if not bool(inside.all()):
-            return False
-        along.append(step)
-    codes.copy_(along[0] * windows.kernel_size[1] + along[1])
-    return bool((indices < height * width).all())
+    distance = indices - windows.corners(indices.shape, indices.device)
+    row = distance.div(windows.row_distance, rounding_mode="floor")
+    rest = distance - row * windows.row_distance
+    column = rest.div(windows.dilation[1], rounding_mode="floor")
+    inside = (row >= 0) & (row < windows.kernel_size[0]) & (column < windows.kernel_size[1])
+    codes.copy_(row * windows.kernel_size[1] + column)
+    return bool((inside & (column * windows.dilation[1] == rest)).all())
 
 
-def window_indices(codes: Tensor, windows: Windows) -> Tensor:
-    """The inverse of window_codes: (n, oh, ow) int64."""
-    rows, columns = windows.corners(codes.shape, codes.device)
-    code = codes.long()
-    code_row = code.div(windows.kernel_size[1], rounding_mode="floor")
-    row = rows + code_row * windows.dilation[0]
-    return row * windows.input_size[1] + columns + (code - code_row * windows.kernel_size[1]) * windows.dilation[1]
+def window_indices(codes: Tensor, windows: Windows, out: Tensor) -> None:
+    """The inverse of window_codes, written into out (n, oh, ow) int64."""
+    offsets = windows.offsets(256).to(codes.device)
+    torch.add(windows.corners(codes.shape, codes.device), offsets[codes.int()], out=out)
 
 
 GROUP_VALUES = 256

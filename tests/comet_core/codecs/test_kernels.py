@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from comet_core.codecs import CODECS, get_codec
-from comet_core.codecs.kernels import chunks, error_bounded_of, reference, twin_of
+from comet_core.codecs.kernels import chunks, cpu, error_bounded_of, reference, twin_of
 from comet_core.codecs.kernels.contexts import sample_starts, tables_of
 from comet_core.codecs.kernels.reference import Grid, Windows
 from comet_core.codecs.kernels.tables import SLOTS, Layout, Tables, layout_of
@@ -297,9 +297,45 @@ def test_an_index_beside_its_window_has_no_code():
     codes = torch.empty(1, 2, 2, dtype=torch.uint8)
     inside = torch.tensor([[[0, 3], [13, 10]]])
     assert reference.window_codes(inside, windows, codes) and codes.flatten().tolist() == [0, 1, 3, 0]
-    assert torch.equal(reference.window_indices(codes, windows), inside)
-    for wrong in (2, 8, -1, 16):
-        assert not reference.window_codes(torch.tensor([[[wrong, 3], [13, 10]]]), windows, codes)
+    again = torch.empty_like(inside)
+    reference.window_indices(codes, windows, again)
+    assert torch.equal(again, inside)
+    for wrong in (2, 8, -1, 16, 2**32, 2**32 + 1, -(2**63), 2**63 - 1):
+        for kernels in (reference, cpu):
+            assert not kernels.window_codes(torch.tensor([[[wrong, 3], [13, 10]]]), windows, codes)
+
+
+@pytest.mark.parametrize("size", [(3, 4), (6, 5), (33, 40)])
+@pytest.mark.parametrize("kernel", [(1, 1), (2, 3), (3, 3), (5, 4)])
+def test_window_codes_of_any_indices_are_the_references(kernel, size):
+    """Also of indices that no pooling gives: what one takes for a code, the other does too, and it comes back."""
+    generator = torch.Generator().manual_seed(math.prod(kernel) + size[0])
+    windows = Windows(kernel, (2, 1), (kernel[0] // 2, kernel[1] // 2), (1, 2), size)
+    num_taken = 0
+    for number in range(300):
+        corners = windows.corners(torch.Size((1, *size)), torch.device("cpu"))
+        choices = windows.offsets(math.prod(kernel)) if number % 2 else torch.arange(-1, windows.row_distance + 3)
+        indices = corners + choices[torch.randint(len(choices), (2, *size), generator=generator) * (number % 3 > 0)]
+        mine, other = (torch.full(indices.shape, 99, dtype=torch.uint8) for _ in range(2))
+        taken = reference.window_codes(indices, windows, mine)
+        assert cpu.window_codes(indices, windows, other) == taken
+        if taken:
+            num_taken += 1
+            assert torch.equal(mine, other) and int(mine.max()) < math.prod(kernel)
+            for kernels in (reference, cpu):
+                again = torch.empty_like(indices)
+                kernels.window_indices(mine, windows, again)
+                assert torch.equal(again, indices)
+    assert 0 < num_taken < 300
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_packed_codes_are_the_references(bits):
+    for count in (1, 3, 8, 77, 1024):
+        codes = torch.randint(0, 1 << bits, (count,), generator=torch.Generator().manual_seed(count)).to(torch.uint8)
+        packed = cpu.pack_bits(codes, bits)
+        assert torch.equal(packed, reference.pack_bits(codes, bits))
+        assert torch.equal(cpu.unpack_bits(packed, bits, count), codes)
 
 
 def golden_input(name):
