@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from comet_core.codecs.base import Codec, Encoded, ErrorBound
+from comet_core.decoded_memory import DecodedMemory
 from comet_core.operators import Need
 
 
@@ -37,6 +38,7 @@ class Ledger:
         self.now = ByteCount()
         self.peak = ByteCount()
         self.batch_bytes = 0
+        self.memory = DecodedMemory()
         self.last_decoded: weakref.ref[Record] | None = None  # the one record that keeps what it decoded
 
     def book(self, **change: int) -> None:
@@ -51,6 +53,7 @@ class Ledger:
         with self.lock:
             peak, self.peak = self.peak, ByteCount(**vars(self.now))
             self.take_decoded()
+            self.memory.give_back()
             return peak
 
     def take_decoded(self) -> "tuple[Record, Tensor] | None":
@@ -137,7 +140,7 @@ class Record:
         if kept is not None and kept[0] is self and kept[1]._version == self.version:
             return kept[1]
         del kept  # before memory for the next one is taken
-        tensor = self.codec.decode(self.encoded)
+        tensor = self.codec.decode(self.encoded, out=ledger.memory.take(self.encoded))
         if self.num_handles > 1:
             with ledger.lock:
                 self.decoded, self.version = tensor, tensor._version

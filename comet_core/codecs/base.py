@@ -151,9 +151,12 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         """A new tensor on `device` (default: where the input was).
 
+        `out`, made like `empty_like_record(encoded)`, may be written to and returned in place of new memory.
         Raises ValueError for another codec's record, and DamagedRecord, a ValueError too, for one that is not as
         `encode` made it.
         """

@@ -82,18 +82,20 @@ class CastCodec(Codec):
                 return self.record(dense, (codes, *outliers), _Meta(self._dtype, exponent, num_outliers))
         return self.record(dense, encode_exactly(dense), _Meta("", 0, 0))
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
         meta = encoded.meta
         if not meta.dtype:
-            return decode_exactly(encoded).to(device or encoded.device)
+            return decode_exactly(encoded, out).to(device or encoded.device)
         work = _work_dtype(encoded.dtype)
         if meta.dtype not in _FORMATS or encoded.dtype not in _FLOATS or abs(meta.exponent) > _most_exponent(work):
             raise DamagedRecord(f"{meta} does not make {encoded.dtype}")
         check_num_parts(encoded, 1 + (meta.num_outliers != 0))
         stored = _FORMATS[meta.dtype]
         codes = tensor_part(encoded, 0, torch.uint8, math.prod(encoded.shape) * stored.itemsize)
-        out = empty_like_record(encoded)
+        out = empty_like_record(encoded) if out is None else out
         flat, info = flat_of(out), torch.finfo(encoded.dtype)
         smallest = info.smallest_normal * info.eps
         for chunk, given in zip(flat.split(CHUNK_VALUES), codes.view(stored).split(CHUNK_VALUES), strict=True):

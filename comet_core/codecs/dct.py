@@ -95,11 +95,13 @@ class DctCodec(Codec):
             parts.append(torch.cat([reference.pack_bits(sign.to(torch.uint8), 1) for sign in signs]))
         return self.record(dense, tuple(parts), _Meta(self._quality, len(signs)))
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
         quality, num_signs = encoded.meta.quality, encoded.meta.num_signs
         if quality == 0:
-            return decode_exactly(encoded).to(device or encoded.device)
+            return decode_exactly(encoded, out).to(device or encoded.device)
         if not 1 <= quality <= 100 or not 0 <= num_signs <= 2 or not _has_blocks(encoded.shape, encoded.dtype):
             raise DamagedRecord(f"{encoded.meta} does not make {encoded.dtype} of shape {tuple(encoded.shape)}")
         num_images, num_channels, height, width = encoded.shape
@@ -116,7 +118,7 @@ class DctCodec(Codec):
                 tensor_part(encoded, index, torch.int8, count)
             else:
                 check_holds(encoded.parts[index], count)
-        out = empty_like_record(encoded)
+        out = empty_like_record(encoded) if out is None else out
         steps = reference.dct_steps(quality, encoded.device)
         factors = scale.to(_work_dtype(out.dtype)).repeat(num_images)[:, None, None]
         maps = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)

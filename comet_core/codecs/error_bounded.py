@@ -126,16 +126,18 @@ class ErrorBoundedCodec(Codec):
         exact = self.record(dense, encode_exactly(dense))
         return in_planes if in_planes is not None and in_planes.nbytes < exact.nbytes else exact
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
         if encoded.meta is None:
-            return decode_exactly(encoded).to(device or encoded.device)
+            return decode_exactly(encoded, out).to(device or encoded.device)
         if isinstance(encoded.meta, TwoPlanes):
             return decode_in_two(self, encoded).to(device or encoded.device)
         if isinstance(encoded.meta, Octaves):
             return decode_octaves(self, encoded).to(device or encoded.device)
         grid, tables, parts = _checked(encoded)
-        meta, out = encoded.meta, empty_like_record(encoded)
+        meta, out = encoded.meta, empty_like_record(encoded) if out is None else out
         group_values = meta.layout.group
         groups_a_task = error_bounded_of(out).GROUPS_A_TASK
         tasks = flat_of(out).split(groups_a_task * group_values)

@@ -107,12 +107,14 @@ class GroupQuantizedCodec(Codec):
         outliers, num_outliers = take_outliers(flat, beyond)
         return self.record(dense, (tables, codes, *outliers), _Meta(bits, sign_exact, signed, num_outliers))
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
         meta = encoded.meta
         bits, sign_exact, signed = meta.num_bits, meta.sign_exact, meta.signed
         if bits == 0:
-            return decode_exactly(encoded).to(device or encoded.device)
+            return decode_exactly(encoded, out).to(device or encoded.device)
         if bits not in _WIDTHS or encoded.dtype not in _FLOATS:
             raise DamagedRecord(f"codes of {bits} bits do not make {encoded.dtype}")
         check_num_parts(encoded, 2 + (meta.num_outliers != 0))
@@ -124,7 +126,7 @@ class GroupQuantizedCodec(Codec):
         # Views of another dtype must start at a multiple of its item size, as both do.
         minima, steps = tables.split((num_groups * work.itemsize, num_groups * 2))
         low, step = minima.view(work), steps.view(torch.bfloat16)
-        out = empty_like_record(encoded)
+        out = empty_like_record(encoded) if out is None else out
         flat = flat_of(out)
         chunks, largest = flat.split(CHUNK_VALUES), torch.finfo(out.dtype).max
         twin = twin_of(flat.new_empty(0, dtype=work))

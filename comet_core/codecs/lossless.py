@@ -36,9 +36,11 @@ class LosslessCodec(Codec):
         dense = dense_of(tensor)
         return self.record(dense, encode_exactly(dense))
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
-        return decode_exactly(encoded).to(device or encoded.device)
+        return decode_exactly(encoded, out).to(device or encoded.device)
 
 
 def encode_exactly(dense: Tensor) -> tuple[bytes | Tensor, ...]:
@@ -48,11 +50,11 @@ def encode_exactly(dense: Tensor) -> tuple[bytes | Tensor, ...]:
     return tuple(run_chunks(lambda index: encode_bytes(chunks[index]), len(chunks), threaded=threaded))
 
 
-def decode_exactly(encoded: Encoded) -> Tensor:
-    """The tensor of a record all of whose parts encode_exactly made. Raises DamagedRecord for others."""
+def decode_exactly(encoded: Encoded, out: Tensor | None = None) -> Tensor:
+    """The tensor of a record all of whose parts encode_exactly made, in `out` if given. Raises DamagedRecord."""
     num_chunks = -(-math.prod(encoded.shape) // CHUNK_VALUES)
     check_num_parts(encoded, num_chunks)
-    out = empty_like_record(encoded)
+    out = empty_like_record(encoded) if out is None else out
     chunks, threaded = flat_of(out).split(CHUNK_VALUES), out.device.type == "cpu"
     run_chunks(lambda index: decode_bytes(encoded.parts[index], chunks[index]), num_chunks, threaded=threaded)
     return out

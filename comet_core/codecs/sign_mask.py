@@ -48,7 +48,9 @@ class SignMaskCodec(Codec):
         bits = run_chunks(lambda index: positive_bits(chunks[index]), len(chunks), threaded=twin is not None)
         return self.record(dense, (torch.cat(bits),), largest if 0 < largest < torch.inf else 1)
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
         check_num_parts(encoded, 1)
         bits = tensor_part(encoded, 0, torch.uint8, -(-math.prod(encoded.shape) // 8)).split(CHUNK_VALUES // 8)
@@ -56,7 +58,7 @@ class SignMaskCodec(Codec):
             value = torch.tensor(encoded.meta, dtype=encoded.dtype, device=encoded.device)
         except (RuntimeError, ValueError, OverflowError) as error:
             raise DamagedRecord(f"its largest value {encoded.meta} is not a {encoded.dtype}") from error
-        out = empty_like_record(encoded)
+        out = empty_like_record(encoded) if out is None else out
         values = flat_of(out).split(CHUNK_VALUES)
         twin = twin_of(out)
         fill = (twin or reference).fill_positive

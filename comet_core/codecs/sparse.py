@@ -41,17 +41,19 @@ class SparseCodec(Codec):
             return self.record(dense, encode_exactly(dense), False)
         return self.record(dense, (reference.pack_bits(present.to(torch.uint8), 1), items[present]), True)
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
         if not encoded.meta:
-            return decode_exactly(encoded).to(device or encoded.device)
+            return decode_exactly(encoded, out).to(device or encoded.device)
         check_num_parts(encoded, 2)
         item_dtype = _item_dtype(encoded.dtype)
         count = math.prod(encoded.shape) * encoded.dtype.itemsize // item_dtype.itemsize
         bits = tensor_part(encoded, 0, torch.uint8, -(-count // 8))
         present = reference.unpack_bits(bits, 1, count) != 0
         values = tensor_part(encoded, 1, item_dtype, int(torch.count_nonzero(present)))
-        out = empty_like_record(encoded)
+        out = empty_like_record(encoded) if out is None else out
         _items(flat_of(out)).zero_().masked_scatter_(present, values)
         return out.to(device or encoded.device)
 

@@ -80,11 +80,13 @@ class WindowIndexCodec(Codec):
                 return self.record(dense, (torch.cat(packed),), _Meta(bits, self._windows))
         return self.record(dense, encode_exactly(dense), _Meta(0, self._windows))
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
         meta = encoded.meta
         if meta.bits == 0:
-            return decode_exactly(encoded).to(device or encoded.device)
+            return decode_exactly(encoded, out).to(device or encoded.device)
         problem = _problem(meta.windows)
         if problem:
             raise DamagedRecord(problem.rstrip("."))
@@ -93,7 +95,7 @@ class WindowIndexCodec(Codec):
             raise DamagedRecord(f"no codes of {meta.bits} bits stand for {encoded.dtype} of {tuple(encoded.shape)}")
         check_num_parts(encoded, 1)
         packed = tensor_part(encoded, 0, torch.uint8, -(-count * meta.bits // 8))
-        out = empty_like_record(encoded)
+        out = empty_like_record(encoded) if out is None else out
         contiguous = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         planes = contiguous.view(-1, *out.shape[-2:])
         tasks, kernels = planes.split(_planes_a_task(planes)), _kernels_on(out.device)
