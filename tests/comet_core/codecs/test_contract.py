@@ -149,8 +149,8 @@ class _Bad(ErrorBoundedCodec):
     def spoil(self, y):
         raise NotImplementedError
 
-    def decode(self, encoded, device=None):
-        return self.spoil(super().decode(encoded, device))
+    def decode(self, encoded, device=None, *, out=None):
+        return self.spoil(super().decode(encoded, device, out=out))
 
 
 class _BeyondTheBound(_Bad):
@@ -202,7 +202,7 @@ class _KeepsInput(LosslessCodec):
     def encode(self, tensor, bound=None, *, sign_exact=False):
         return self.record(tensor, (tensor,))
 
-    def decode(self, encoded, device=None):
+    def decode(self, encoded, device=None, *, out=None):
         return encoded.parts[0].clone()
 
 
@@ -210,7 +210,7 @@ class _HandsOutItsOwnMemory(_KeepsInput):
     def encode(self, tensor, bound=None, *, sign_exact=False):
         return self.record(tensor, (tensor.clone(),))
 
-    def decode(self, encoded, device=None):
+    def decode(self, encoded, device=None, *, out=None):
         return encoded.parts[0]
 
 

@@ -28,8 +28,8 @@ def test_random_bit_patterns_keep_their_bound(bound, sign_exact):
 class Careless(ErrorBoundedCodec):
     """Forgets the sign, and what is not finite, and moves each value by a little more than the bound."""
 
-    def decode(self, encoded, device=None):
-        return torch.nan_to_num(super().decode(encoded, device).abs(), 0, 0, 0) + 1.1
+    def decode(self, encoded, device=None, *, out=None):
+        return torch.nan_to_num(super().decode(encoded, device, out=out).abs(), 0, 0, 0) + 1.1
 
 
 def test_what_breaks_a_promise_is_counted_by_kind():

@@ -229,13 +229,13 @@ def test_parameters_that_make_no_sense_are_refused_with_a_sentence(name, params,
 
 
 class _LosesNan(GroupQuantizedCodec):
-    def decode(self, encoded, device=None):
-        return super().decode(encoded, device).nan_to_num(0.0)
+    def decode(self, encoded, device=None, *, out=None):
+        return super().decode(encoded, device, out=out).nan_to_num(0.0)
 
 
 class _RoundsTooFar(GroupQuantizedCodec):
-    def decode(self, encoded, device=None):
-        return super().decode(encoded, device) * 1.5
+    def decode(self, encoded, device=None, *, out=None):
+        return super().decode(encoded, device, out=out) * 1.5
 
 
 class _SharesSigns(GroupQuantizedCodec):
@@ -244,19 +244,19 @@ class _SharesSigns(GroupQuantizedCodec):
 
 
 class _Overflows(CastCodec):
-    def decode(self, encoded, device=None):
-        y = super().decode(encoded, device)
+    def decode(self, encoded, device=None, *, out=None):
+        y = super().decode(encoded, device, out=out)
         return torch.where(y > 1.9, math.inf, y)
 
 
 class _CutsMantissa(CastCodec):
-    def decode(self, encoded, device=None):
-        return super().decode(encoded, device).mul(4).round().div(4)
+    def decode(self, encoded, device=None, *, out=None):
+        return super().decode(encoded, device, out=out).mul(4).round().div(4)
 
 
 class _CoarserTable(DctCodec):
-    def decode(self, encoded, device=None):
-        return super().decode(encoded, device).round()
+    def decode(self, encoded, device=None, *, out=None):
+        return super().decode(encoded, device, out=out).round()
 
 
 @pytest.mark.parametrize(
