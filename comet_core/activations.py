@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from comet_core.codecs.base import Codec, ErrorBound
+from comet_core.codecs.base import Codec, Encoded, ErrorBound
 from comet_core.codecs.sign_mask import SignMaskCodec
 from comet_core.codecs.window_index import WindowIndexCodec
 from comet_core.operators import OPERATORS, Call, Need, bind, storage_of
@@ -45,6 +45,10 @@ from comet_core.saved_records import (
 
 if TYPE_CHECKING:  # policies import this file for their hooks
     from comet_core.policies.base import MemoryPolicy
+
+
+_MOST_GROWTH = 1.05
+"""A record this many times larger than when its tables were chosen, and they are chosen anew."""
 
 
 class _Frame(threading.local):
@@ -78,6 +82,7 @@ class SavedTensors:
         self._last_sharers: dict[tuple[str, str, int], set[str]] = {}
         self._frame = _Frame()
         self._layer_bytes: dict[str, tuple[str, int, int, int]] = {}
+        self._choices: dict[tuple[tuple[str, str, int], bool], tuple[float, Any]] = {}
         self._refresh()
         self._hooks = [
             nn.modules.module.register_module_forward_pre_hook(weakly(self._enter_module)),
@@ -91,9 +96,11 @@ class SavedTensors:
             hook.remove()
         self._leave_model()
 
-    def close_iteration(self) -> None:
+    def close_iteration(self, *, bounds_changed: bool) -> None:
         """Forget the iteration's times and per-layer bytes; its sharers become the guess for the next."""
         self._leave_model()
+        if bounds_changed:
+            self._choices = {}
         if self._sharers:
             self._last_sharers, self._sharers = self._sharers, {}
         self._layer_bytes = {}
@@ -264,13 +271,27 @@ class SavedTensors:
         record = entry.records.get(key)
         if record is None or not record.serves(need, bound):
             keeps_sign = need is Need.SIGN
-            encoded = codec.encode(tensor.detach(), bound, sign_exact=keeps_sign)
+            encoded = self._encoded(codec, tensor.detach(), bound, call.site, keeps_sign)
             if encoded.nbytes >= entry.raw_bytes:
                 return ExactHandle(tensor, entry)
             record = entry.records[key] = Record(entry, codec, encoded, bound, keeps_sign=keeps_sign)
         if need is Need.APPROXIMATE and call.operator.is_convolution:
             record.mark_conv_input()
         return RecordHandle(record, tensor)
+
+    def _encoded(
+        self, codec: Codec, tensor: Tensor, bound: ErrorBound | None, site: tuple[str, str, int], keeps_sign: bool
+    ) -> Encoded:
+        """The record, as it was chosen here when bounds last changed, unless that has become larger meanwhile."""
+        bytes_a_value, choices = self._choices.get((site, keeps_sign), (0.0, None))
+        if choices is not None:
+            encoded = codec.encode_as(tensor, bound, choices, sign_exact=keeps_sign)
+            if encoded.nbytes > _MOST_GROWTH * bytes_a_value * tensor.numel():
+                del self._choices[site, keeps_sign]
+            return encoded
+        encoded = codec.encode(tensor, bound, sign_exact=keeps_sign)
+        self._choices[site, keeps_sign] = encoded.nbytes / tensor.numel(), codec.choices_of(encoded)
+        return encoded
 
     def _count_layer(self, call: Call, tensor: Tensor, handle: Handle) -> None:
         raw = tensor.numel() * tensor.element_size()

@@ -186,7 +186,7 @@ class Session:
         )
         if news or not self.layers:
             self.layers = self.policy.layer_metrics(self.num_steps, layer_bytes)
-        saved.close_iteration()
+        saved.close_iteration(bounds_changed=news)
         if self.recorder is not None:
             self.recorder.record_step(self.last_step)
             if news and self.layers:

@@ -150,6 +150,19 @@ class Codec(ABC):
         cannot hold (sparse, quantized).
         """
 
+    def choices_of(self, encoded: Encoded) -> Any:
+        """What was chosen for a tensor besides its bound, for `encode_as`; small, and not the record. None: nothing."""
+        return None
+
+    def encode_as(
+        self, tensor: Tensor, bound: float | ErrorBound | None, choices: Any, *, sign_exact: bool = False
+    ) -> Encoded:
+        """`encode` without the time to choose: as for an earlier tensor of the kind, whose `choices_of` these are.
+
+        Promises what `encode` does; where the tensor has become another kind, the record may be larger.
+        """
+        return self.encode(tensor, bound, sign_exact=sign_exact)
+
     @abstractmethod
     def decode(
         self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None

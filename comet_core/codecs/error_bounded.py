@@ -18,6 +18,7 @@ import math
 import zlib
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +64,12 @@ class _Meta:
     num_missed: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    layout: Layout
+    tables: Tables
+
+
 class ErrorBoundedCodec(Codec):
     """Every finite value within the bound; see `ErrorBound` for its kinds and `Codec` for the rest.
 
@@ -85,18 +92,26 @@ class ErrorBoundedCodec(Codec):
         self.dither, self.seed = bool(dither), seed
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
+        return self.encode_as(tensor, bound, None, sign_exact=sign_exact)
+
+    def choices_of(self, encoded: Encoded) -> Any:
+        meta = encoded.meta
+        return _Choices(meta.layout, Tables.unpack(encoded.parts[1])) if isinstance(meta, _Meta) else None
+
+    def encode_as(
+        self, tensor: Tensor, bound: float | ErrorBound | None, choices: Any, *, sign_exact: bool = False
+    ) -> Encoded:
         dense, checked = dense_of(tensor), as_error_bound(bound)
         if checked.kind == "pw_rel":
             return encode_octaves(self, dense, checked) or self.record(dense, encode_exactly(dense))
         grid = grid_of(dense, checked, sign_exact)
         if grid is not None:
             layout = layout_of(dense)
-            if self.dither:
-                grid = dataclasses.replace(grid, key=self.seed)
-            sample = _sample(flat_of(dense), grid, layout)
-            if self.dither:
-                grid = dataclasses.replace(grid, key=zlib.crc32(sample.tobytes(), self.seed))
-            tables = tables_of(sample, layout, dense.numel())
+            tables: Tables | None
+            if isinstance(choices, _Choices) and choices.layout == layout and not self.dither:
+                tables = choices.tables
+            else:
+                grid, tables = self._chosen(dense, grid, layout)
             encoded = (
                 self._encode_finely(dense, checked, grid, sign_exact)
                 if tables is None
@@ -105,6 +120,15 @@ class ErrorBoundedCodec(Codec):
             if encoded is not None and encoded.nbytes < dense.nbytes:
                 return encoded
         return self.record(dense, encode_exactly(dense))
+
+    def _chosen(self, dense: Tensor, grid: Grid, layout: Layout) -> tuple[Grid, Tables | None]:
+        """The grid, with the dither's key, and tables, from a sample of the tensor."""
+        if self.dither:
+            grid = dataclasses.replace(grid, key=self.seed)
+        sample = _sample(flat_of(dense), grid, layout)
+        if self.dither:
+            grid = dataclasses.replace(grid, key=zlib.crc32(sample.tobytes(), self.seed))
+        return grid, tables_of(sample, layout, dense.numel())
 
     def _encode_quantized(self, dense: Tensor, grid: Grid, layout: Layout, tables: Tables) -> Encoded:
         task_values = error_bounded_of(dense).GROUPS_A_TASK * layout.group

@@ -102,10 +102,9 @@ def _middles(dense: Tensor, num_channels: int, inner: int, step: np.ndarray) -> 
     )
     # An odd distance takes values of all columns.
     planes = planes[:: -(-len(planes) // _MIDDLE_PLANES), :, :: max(inner // _MIDDLE_VALUES, 1) | 1]
-    some = np.empty(planes.shape)
-    for index, plane in enumerate(planes):
-        # Small pieces: torch would take threads for all of it at once, which then stand in the way of the codec's.
-        some[index] = plane.double().cpu().numpy()
+    # By numpy: torch would take threads for it, which then stand in the way of the codec's.
+    in_numpy = planes.device.type == "cpu" and planes.dtype in (torch.float32, torch.float64)
+    some = (planes if in_numpy else planes.double().cpu()).numpy().astype(np.float64)
     return _best_middles(some, step.astype(np.float64))
 
 

@@ -595,3 +595,29 @@ def test_a_fixed_bound_may_be_a_whole_number(bound):
         with compressed(own, bound=given):
             found.append(gradients(own, batch))
     assert_close(*found, rtol=0)
+
+
+def test_tables_are_chosen_when_bounds_change_and_when_a_record_has_grown(monkeypatch):
+    from comet_core.codecs import error_bounded
+
+    chosen, plain = [], error_bounded.tables_of
+
+    def tables_of(sample, layout, num_values):
+        chosen.append(num_values)
+        return plain(sample, layout, num_values)
+
+    monkeypatch.setattr(error_bounded, "tables_of", tables_of)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    counts, ratios = [], []
+    with compressed(model, 0.1, collect_every=100) as session:
+        for number in range(14):
+            chosen.clear()
+            batch = torch.randn(16, 3, 32, 32) * (30 if number == 10 else 1)
+            model(batch).square().mean().backward()
+            session.step()
+            counts.append(len(chosen))
+            ratios.append(session.last_step.compression_ratio)
+    # Statistics are collected at 1, 2, 4 and 8: the iterations after these choose. 11 grows, so 12 chooses again.
+    assert counts == [1, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0]
+    assert ratios[-1] > 0.97 * ratios[3]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from comet_core.codec_bench import codes_of, context_entropy, order0_entropy
 from comet_core.codecs import get_codec, kernels
 from comet_core.codecs.base import DamagedRecord, ErrorBound
+from comet_core.codecs.error_bounded import ErrorBoundedCodec
 from comet_core.codecs.kernels import chunks
 from comet_core.codecs.two_planes import TwoPlanes
 
@@ -332,6 +333,34 @@ def test_few_large_values_do_not_widen_the_codes_of_all(check_codec, large):
     x.flatten()[::3000] = large
     for bound, nbytes in plain.items():
         assert check_codec(CODEC, x, bound).nbytes < nbytes + 40 * x.numel() / 3000 + 1000
+
+
+@pytest.mark.parametrize("sign_exact", [False, True])
+@pytest.mark.parametrize("channel_dim", [None, 1])
+def test_choices_of_an_earlier_tensor_keep_every_promise_for_any_other(check_codec, sign_exact, channel_dim):
+    class AsBefore(ErrorBoundedCodec):
+        def encode(self, tensor, bound=None, *, sign_exact=False):
+            return self.encode_as(tensor, bound, choices, sign_exact=sign_exact)
+
+    x, bound = field(8, 4, 32, 32), ErrorBound("abs", 0.3, channel_dim)
+    first = CODEC.encode(x, bound, sign_exact=sign_exact)
+    choices = CODEC.choices_of(first)
+    again = check_codec(AsBefore(), x, bound, sign_exact=sign_exact)
+    assert again.meta == first.meta and again.parts[1:] == first.parts[1:]
+    alike = check_codec(AsBefore(), x + 0.05 * field(4, 8, 32, 32).view(x.shape), bound, sign_exact=sign_exact)
+    assert alike.nbytes < 1.05 * first.nbytes
+    for other in (-3 * x, 100 * x, torch.full_like(x, math.nan), x.relu(), x[:3], x.half(), x[0, 0, 0, :7], x[:0]):
+        check_codec(AsBefore(), other, ErrorBound("abs", 0.3), sign_exact=sign_exact)
+
+
+def test_where_nothing_was_chosen_there_are_no_choices(check_codec):
+    x = field(8, 4, 32, 32)
+    for bound in (0.0, 1e-4, ErrorBound("pw_rel", 0.1)):
+        assert CODEC.choices_of(CODEC.encode(x, bound)) is None
+    dithered = ErrorBoundedCodec(dither=True)
+    first = dithered.encode(x, 0.3)
+    again = dithered.encode_as(x, 0.3, dithered.choices_of(first))
+    assert again.meta == first.meta and again.parts[2:] == first.parts[2:]
 
 
 def test_two_planes_refuse_counts_that_do_not_fit():
