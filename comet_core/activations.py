@@ -28,9 +28,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from comet_core.codecs.base import Codec, ErrorBound
+from comet_core.codecs.interval_mask import IntervalMaskCodec
+from comet_core.codecs.lossless import LosslessCodec
 from comet_core.codecs.sign_mask import SignMaskCodec
 from comet_core.codecs.window_index import WindowIndexCodec
-from comet_core.operators import OPERATORS, Call, Need, bind, storage_of
+from comet_core.operators import OPERATORS, Call, Kind, Need, bind, entered, is_composite, root_of, storage_of
 from comet_core.saved_records import (
     Entry,
     ExactHandle,
@@ -167,9 +169,17 @@ class SavedTensors:
         count = frame.counts.get((path, operator.name), 0)
         frame.counts[path, operator.name] = count + 1
         arguments = bind(operator, args, kwargs)
-        layer = self._owners.get(id(arguments.get("weight")))
-        if layer is None:  # a weight that is computed, or none: not to be confused with what the module's own one does
-            layer = f"{path}.{operator.name}" if "weight" in module._parameters else path
+        for name in operator.operands:  # the factor that is a parameter of the model, or a view of one
+            if id(root_of(arguments.get(name))) in self._owners:
+                arguments["weight"] = arguments[name]
+                break
+        layer = self._owners.get(id(root_of(arguments.get("weight"))))
+        if layer is None:  # a weight that is computed, or none: not to be confused with what the module does otherwise
+            layer = path
+            if module._parameters or module._modules or not path:
+                layer = f"{path}.{operator.name}".lstrip(".")
+            if count:
+                layer = f"{layer}:{count + 1}"
         return Call(operator, arguments, layer, (path, operator.name, count))
 
     @contextlib.contextmanager
@@ -210,7 +220,7 @@ class SavedTensors:
         if call is None:
             return ExactHandle(tensor, entry)
         need = call.need_of(tensor)
-        if call.operator.is_norm and need is Need.VALUES:
+        if call.operator.kind is Kind.NORM and need is Need.VALUES:
             call.note_saved(tensor)
         approximate = need is Need.APPROXIMATE
         if approximate:
@@ -221,7 +231,7 @@ class SavedTensors:
             self._sharers.setdefault(entry.site, set()).add(call.layer)
         if entry.site is None:
             entry.site = call.site
-        if approximate and call.operator.is_norm and not self.policy.keeps_exact():
+        if approximate and call.operator.kind is Kind.NORM and not self.policy.keeps_exact():
             late = LateHandle(tensor)
             call.late.append((late, tensor, entry))
             return late
@@ -258,9 +268,13 @@ class SavedTensors:
                 return ExactHandle(tensor, entry)
         elif need is Need.WINDOW:
             codec = WindowIndexCodec(**call.pooling())
+        elif need is Need.INDEX:
+            codec = LosslessCodec()
+        elif need is Need.INSIDE:
+            codec = IntervalMaskCodec(*call.interval())
         else:
             codec = SignMaskCodec()
-        key = geometry(tensor)
+        key = (*geometry(tensor), call.interval() if need is Need.INSIDE else None)
         record = entry.records.get(key)
         if record is None or not record.serves(need, bound):
             keeps_sign = need is Need.SIGN
@@ -297,6 +311,9 @@ class AttributionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._saved_tensors.call_of(func, args, kwargs)
         if call is None:
+            if is_composite(func):
+                with self:
+                    return entered(func)(*args, **kwargs)
             return func(*args, **kwargs)
         with self._saved_tensors.running(call):
             output = func(*args, **kwargs)
