@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from comet_core.codecs.base import Codec, ErrorBound
+from comet_core.codecs.cast import CastCodec
 from comet_core.codecs.interval_mask import IntervalMaskCodec
 from comet_core.codecs.lossless import LosslessCodec
 from comet_core.codecs.sign_mask import SignMaskCodec
@@ -270,11 +271,14 @@ class SavedTensors:
             codec = WindowIndexCodec(**call.pooling())
         elif need is Need.INDEX:
             codec = LosslessCodec()
+        elif need is Need.HALF:
+            codec = CastCodec("float16")
         elif need is Need.INSIDE:
             codec = IntervalMaskCodec(*call.interval())
         else:
             codec = SignMaskCodec()
-        key = (*geometry(tensor), call.interval() if need is Need.INSIDE else None)
+        by_value = need in (Need.APPROXIMATE, Need.SIGN)  # one record may serve both
+        key = (*geometry(tensor), None if by_value else need, call.interval() if need is Need.INSIDE else None)
         record = entry.records.get(key)
         if record is None or not record.serves(need, bound):
             keeps_sign = need is Need.SIGN

@@ -7,11 +7,14 @@ autocast), by its size. An operator that is not listed, and any tensor of a list
 exactly: a missing line costs memory, never correctness. Composites in Python, as multi-head attention, are entered, and
 the operators in them are seen one by one.
 
-Kept exactly although they save values: softmax (its backward cancels, so errors grow without limit), products of two
-activations by matmul (an attention's; the error of one enters a softmax's backward through the other), sigmoid and tanh
-(where they saturate the gradient vanishes and what an error makes of it does not; a squeeze-excite's sigmoid is kept by
-the product behind it anyway), powers, roots and divisions (no limit near zero), recurrent networks. Additions,
-concatenation, views and upsampling save nothing; embeddings save indices only.
+Sixteen bits (float16 under one scale a tensor, eleven significant bits) hold what attention and matmul of two
+activations save: a relative error of 2^-12 in q, k, v and the weights of an attention is one of about 2^-12 in its
+gradients, kappa below 1e-6 (test_operators.py), and a softmax's backward may cancel a hundredfold before it shows.
+
+Kept exactly although they save values: softmax itself (a loss behind it divides by probabilities, however small),
+sigmoid and tanh (where they saturate the gradient vanishes and what an error makes of it does not; a squeeze-excite's
+sigmoid is kept by the product behind it anyway), powers, roots and divisions (no limit near zero), PReLU, recurrent
+networks. Additions, concatenation, views and upsampling save nothing; embeddings save indices only.
 """
 
 import math
@@ -33,6 +36,7 @@ class Need(Enum):
 
     VALUES = "values"  # kept exactly
     APPROXIMATE = "approximate"  # values within an error bound
+    HALF = "half"  # values to eleven significant bits
     SIGN = "sign"  # whether each value is above zero
     INSIDE = "inside"  # whether each value is within the interval where a clamp lets gradients pass
     TWO_VALUES = "two values"  # 0 or one constant: dropout's mask
@@ -48,6 +52,7 @@ class Kind(Enum):
     NORM = "norm"  # into the gradient of the scale, and a little upstream (THEORY section 2)
     ACTIVATION = "activation"  # upstream: the gradient is multiplied by a function of the saved tensor
     PRODUCT = "product"  # upstream through the other factor; into a weight's gradient where that is one
+    ATTENTION = "attention"
     SIGN = "sign"
     CLAMP = "clamp"
     DROPOUT = "dropout"
@@ -120,6 +125,8 @@ LAYER_NORM = Operator("layer_norm", Kind.NORM, ("input", "normalized_shape", "we
 RMS_NORM = Operator("rms_norm", Kind.NORM, ("input", "normalized_shape", "weight", "eps"))
 GROUP_NORM = Operator("group_norm", Kind.NORM, ("input", "num_groups", "weight", "bias", "eps"))
 
+ATTENTION = Operator("attention", Kind.ATTENTION, ("input", "key", "value", "attn_mask"))
+
 PRODUCT = Operator("mul", Kind.PRODUCT, ("input", "other"), ("input", "other"))
 
 SILU = _activation("silu", lambda x, given: aten.silu_backward(_one(x), x))
@@ -188,6 +195,7 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
         (LAYER_NORM, (F.layer_norm, torch.layer_norm)),
         (RMS_NORM, (F.rms_norm, torch.rms_norm)),
         (GROUP_NORM, (F.group_norm,)),
+        (ATTENTION, (F.scaled_dot_product_attention,)),
         (PRODUCT, (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.multiply_)),
         (PRODUCT, (Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__)),
         (SILU, (F.silu, _C.silu, _C.silu_)),
@@ -262,6 +270,8 @@ class Call:
             return Need.VALUES
         is_input = same_storage(tensor, self.input)
         floating = tensor.is_floating_point()
+        if kind is Kind.ATTENTION or (kind is Kind.WEIGHTED and self.weight is None):
+            return Need.HALF if tensor.dtype == torch.float32 and self._is_computed(tensor) else Need.VALUES
         if kind is Kind.WEIGHTED:
             return Need.APPROXIMATE if floating and self._is_weighted_input(tensor, is_input) else Need.VALUES
         if kind is Kind.NORM:
@@ -289,6 +299,13 @@ class Call:
         if self.operator is EINSUM and self.arguments.get("third") is not None:
             return False
         return is_input or tensor.numel() == self.input.numel() != weight.numel()
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        """No constant given, and not the logarithms of sums (a row's), from which an attention's backward starts."""
+        given = [value for value in self.arguments.values() if same_storage(tensor, value)]
+        return tensor.dim() >= 2 and tensor.shape[-1] > 1 and all(value.requires_grad for value in given) and (
+            self.operator.kind is not Kind.ATTENTION or tensor.shape != self.input.shape[:-1]
+        )
 
     def _is_normalised(self, tensor: Tensor) -> bool:
         """The input, or RMS norm's normalised values. In evaluation, instance norm's statistics are of no call."""
@@ -383,13 +400,14 @@ class Call:
 
 
 def bind(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by name. `self`, as torch's own functions call it, counts as `input`."""
+    """The call's arguments by name. `self`, as torch's own functions say, and an attention's query count as `input`."""
     if operator is EINSUM and len(args) == 2 and isinstance(args[1], list | tuple):
         args = (args[0], *args[1])
     bound = dict(zip(operator.parameters, args, strict=False))
     bound.update(kwargs)
-    if "self" in bound:
-        bound["input"] = bound.pop("self")
+    for name in ("self", "query"):
+        if name in bound:
+            bound["input"] = bound.pop(name)
     return bound
 
 

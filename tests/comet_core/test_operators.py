@@ -61,9 +61,9 @@ EXACT = {
     "dropout2d": (lambda x: F.dropout2d(x, 0.3), 0.9), "alpha_dropout": (lambda x: F.alpha_dropout(x, 0.3), 25),
     "feature_alpha_dropout": (lambda x: F.feature_alpha_dropout(x, 0.3), 0.9),
     "torch.alpha_dropout_": (lambda x: torch.alpha_dropout_(x, 0.3, True), 25),
-    "max_pool1d": (lambda x: F.max_pool1d(x.flatten(1, 2), 3, 2, 1), 45),
-    "max_pool2d": (lambda x: F.max_pool2d(x, 2), 45), "torch.max_pool2d": (lambda x: torch.max_pool2d(x, 3, 2), 45),
-    "max_pool2d, indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], 45),
+    "max_pool1d": (lambda x: F.max_pool1d(x.flatten(1, 2), 3, 2, 1), 40),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), 40), "torch.max_pool2d": (lambda x: torch.max_pool2d(x, 3, 2), 40),
+    "max_pool2d, indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[0], 40),
     "max_pool3d": (lambda x: F.max_pool3d(x, 2), 3),
     "adaptive_max_pool1d": (lambda x: F.adaptive_max_pool1d(x.flatten(1, 2), 8), 3),
     "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, (5, 7)), 3),
@@ -78,8 +78,7 @@ EXACT = {
     "bilinear upsampling": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), math.inf),
     "softmax": (lambda x: F.softmax(x, 1), 1), "log_softmax": (lambda x: x.log_softmax(1), 1),
     "sigmoid": (torch.sigmoid, 1), "tanh": (lambda x: x.tanh(), 1), "tanh_": (lambda x: x.tanh_(), 1),
-    "sdpa": (lambda x: F.scaled_dot_product_attention(x, x, x), 1), "exp": (torch.exp, 1),
-    "matmul of activations": (lambda x: x @ x.transpose(-1, -2), 1),
+    "exp": (torch.exp, 1),
 }  # fmt: skip
 
 
@@ -204,6 +203,28 @@ def test_a_norms_error_is_that_of_the_theory_in_dx_and_in_the_scales_gradient(na
     assert 0.6 < error(found, expected, "factors.0") / math.sqrt(0.05 * variance) < 1.4
 
 
+def manual_attention(q, k, v, **_):
+    return F.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1) @ v
+
+
+@pytest.mark.parametrize(("function", "least_ratio"), [
+    (F.scaled_dot_product_attention, 1.8), (manual_attention, 1.1),
+    (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.zeros(48, 48)), 1.8),
+    (lambda q, k, v: F.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True), 1.8),
+    (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.2), 1.8),
+], ids=["flash", "by hand", "mask", "causal, keywords", "dropout"])  # fmt: skip
+@pytest.mark.parametrize("common", [0.0, 30.0])
+def test_sixteen_bits_are_harmless_to_attention_also_where_its_backward_cancels(function, least_ratio, common):
+    """With a common part of 30 in all values the gradient of each weight is 30 times what softmax lets through."""
+    model = Site(lambda q, k, v: function(q + 0, k + 0, v + common), (4, 3, 48, 16), *torch.randn(2, 4, 3, 48, 16))
+    expected = gradients(copy.deepcopy(model), torch.zeros(()))
+    found, step, _ = compressed_gradients(model, 0.5)
+    assert step.compression_ratio > least_ratio
+    for name in expected:
+        kappa = float((found[name] - expected[name]).square().sum() / expected[name].square().sum())
+        assert kappa < (1e-6 if common == 0 else 1e-4)
+
+
 def test_rms_norm_in_half_precision_and_instance_norm_in_evaluation_are_exact():
     model = Site(lambda x, g: F.rms_norm(x, (96,), g), (16, 40, 96), torch.ones(96)).bfloat16()
     expected = gradients(copy.deepcopy(model), torch.zeros((), dtype=torch.bfloat16))
@@ -238,7 +259,8 @@ def test_the_linears_within_multi_head_attention_are_seen():
             session.step()
         layers = {layer.name: layer for layer in session.layers}
     assert layers.keys() == {"attention.in_proj_weight", "attention.out_proj"}
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-3)
+    for name in expected:
+        assert float((found[name] - expected[name]).norm() / expected[name].norm()) < 2e-3
     assert layers["attention.in_proj_weight"].compression_ratio > 1.5  # the other's input is kept by the attention
 
 
