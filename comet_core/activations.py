@@ -280,8 +280,8 @@ class SavedTensors:
         by_value = need in (Need.APPROXIMATE, Need.SIGN)  # one record may serve both
         key = (*geometry(tensor), None if by_value else need, call.interval() if need is Need.INSIDE else None)
         record = entry.records.get(key)
-        if record is None or not record.serves(need, bound):
-            keeps_sign = need is Need.SIGN
+        keeps_sign = need is Need.SIGN or call.reads_signs
+        if record is None or not record.serves(need, bound) or (keeps_sign and not record.keeps_sign):
             encoded = codec.encode(tensor.detach(), bound, sign_exact=keeps_sign)
             if encoded.nbytes >= entry.raw_bytes:
                 return ExactHandle(tensor, entry)

@@ -13,8 +13,8 @@ gradients, kappa below 1e-6 (test_operators.py), and a softmax's backward may ca
 
 Kept exactly although they save values: softmax itself (a loss behind it divides by probabilities, however small),
 sigmoid and tanh (where they saturate the gradient vanishes and what an error makes of it does not; a squeeze-excite's
-sigmoid is kept by the product behind it anyway), powers, roots and divisions (no limit near zero), PReLU, recurrent
-networks. Additions, concatenation, views and upsampling save nothing; embeddings save indices only.
+sigmoid is kept by the product behind it anyway), powers, roots and divisions (no limit near zero), recurrent networks.
+Additions, concatenation, views and upsampling save nothing; embeddings save indices only.
 """
 
 import math
@@ -112,6 +112,7 @@ CONV1D, CONV2D, CONV3D = (Operator(f"conv{n}d", Kind.WEIGHTED, _CONV) for n in (
 CONV_TRANSPOSE1D, CONV_TRANSPOSE2D, CONV_TRANSPOSE3D = (
     Operator(f"conv_transpose{n}d", Kind.WEIGHTED, _CONV_TRANSPOSE) for n in (1, 2, 3)
 )
+PRELU = Operator("prelu", Kind.WEIGHTED, ("input", "weight"))
 LINEAR = Operator("linear", Kind.WEIGHTED, ("input", "weight", "bias"))
 MATMUL = Operator("matmul", Kind.WEIGHTED, ("input", "other"), ("input", "other"))
 MM = Operator("matmul", Kind.WEIGHTED, ("input", "mat2"), ("input", "mat2"))
@@ -185,6 +186,7 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
         (CONV_TRANSPOSE2D, (F.conv_transpose2d,)),
         (CONV_TRANSPOSE3D, (F.conv_transpose3d,)),
         (LINEAR, (F.linear,)),
+        (PRELU, (F.prelu, torch.prelu, Tensor.prelu)),
         (MATMUL, (torch.matmul, Tensor.matmul, Tensor.__matmul__)),
         (MM, (torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)),
         (ADDMM, (torch.addmm, Tensor.addmm)),
@@ -254,6 +256,11 @@ class Call:
         """Whether an error in the approximate tensor changes gradients that go on to other layers."""
         kind = self.operator.kind
         return kind is Kind.ACTIVATION or (kind is Kind.PRODUCT and self.weight is None)
+
+    @property
+    def reads_signs(self) -> bool:
+        """Whether the signs of an approximate input have to be exact: PReLU's backward chooses by them."""
+        return self.operator is PRELU
 
     @property
     def input(self) -> Any:

@@ -72,6 +72,8 @@ class CompressPolicy(MemoryPolicy):
             layer.value_range = _spread(values)
             layer.value_std = float(values.float().std(correction=0))
             layer.nonzero_fraction = call.sensitivity = int(torch.count_nonzero(values)) / values.numel()
+            if call.reads_signs:  # the weight meets negative values only
+                call.sensitivity = int(torch.count_nonzero(values < 0)) / values.numel()
             if call.operator.slope is not None:
                 call.sensitivity = self._slope_sensitivity(call, values)
 

@@ -153,6 +153,7 @@ WEIGHTED = {
     "addmm": (lambda x, w: torch.addmm(torch.ones(12), x, w), (900, 24), (24, 12)),
     "einsum": (lambda x, w: torch.einsum("ntc,cd->ntd", x, w), (64, 20, 24), (24, 12)),
     "layer scale": (lambda x, w: x * w, (64, 20, 24), (24,)),
+    "prelu": (F.prelu, (32, 12, 16, 16), (12,)),
     "layer scale first": (lambda x, w: w * x, (64, 20, 24), (24,)),
 }  # fmt: skip
 
