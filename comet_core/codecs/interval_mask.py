@@ -39,11 +39,14 @@ class IntervalMaskCodec(Codec):
         bits = self._mask.encode(~((dense <= low) | (dense >= high)))
         return self.record(dense, bits.parts, (self.low, self.high))
 
-    def decode(self, encoded: Encoded, device: torch.device | str | None = None) -> Tensor:
+    def decode(
+        self, encoded: Encoded, device: torch.device | str | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         self.check_own(encoded)
         inside = self._mask.decode(replace(encoded, codec=self._mask.name, dtype=torch.bool, meta=1))
         middle, border = self._ends(encoded)
-        return empty_like_record(encoded).copy_(torch.where(inside, middle, border)).to(device or encoded.device)
+        out = empty_like_record(encoded) if out is None else out
+        return torch.where(inside, middle, border, out=out).to(device or encoded.device)
 
     @staticmethod
     def _ends(encoded: Encoded) -> tuple[Tensor, Tensor]:
