@@ -70,7 +70,7 @@ def random_input(rng: random.Random, name: str) -> torch.Tensor:
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     scale = rng.choice((1.0, 100.0, 1e30))
     values = rng.choice((values, values.relu(), values.round()))
-    dtype = rng.choice(DTYPES[:-2] if name == "sign_mask" else DTYPES)
+    dtype = rng.choice(DTYPES[:-2] if name in ("sign_mask", "interval_mask") else DTYPES)
     x = values > 0 if dtype == torch.bool else values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
     x = x * scale if dtype.is_floating_point else x
     if dtype.is_floating_point and x.numel() and rng.random() < 0.3:

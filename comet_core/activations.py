@@ -28,9 +28,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from comet_core.codecs.base import Codec, Encoded, ErrorBound
+from comet_core.codecs.cast import CastCodec
+from comet_core.codecs.interval_mask import IntervalMaskCodec
+from comet_core.codecs.lossless import LosslessCodec
 from comet_core.codecs.sign_mask import SignMaskCodec
 from comet_core.codecs.window_index import WindowIndexCodec
-from comet_core.operators import OPERATORS, Call, Need, bind, storage_of
+from comet_core.operators import OPERATORS, Call, Kind, Need, bind, entered, is_composite, root_of, storage_of
 from comet_core.saved_records import (
     Entry,
     ExactHandle,
@@ -82,7 +85,7 @@ class SavedTensors:
         self._last_sharers: dict[tuple[str, str, int], set[str]] = {}
         self._frame = _Frame()
         self._layer_bytes: dict[str, tuple[str, int, int, int]] = {}
-        self._choices: dict[tuple[tuple[str, str, int], bool], tuple[float, Any]] = {}
+        self._choices: dict[tuple[tuple[str, str, int], bool, torch.Size], tuple[float, Any]] = {}
         self._refresh()
         self._hooks = [
             nn.modules.module.register_module_forward_pre_hook(weakly(self._enter_module)),
@@ -174,9 +177,17 @@ class SavedTensors:
         count = frame.counts.get((path, operator.name), 0)
         frame.counts[path, operator.name] = count + 1
         arguments = bind(operator, args, kwargs)
-        layer = self._owners.get(id(arguments.get("weight")))
-        if layer is None:  # a weight that is computed, or none: not to be confused with what the module's own one does
-            layer = f"{path}.{operator.name}" if "weight" in module._parameters else path
+        for name in operator.operands:  # the factor that is a parameter of the model, or a view of one
+            if id(root_of(arguments.get(name))) in self._owners:
+                arguments["weight"] = arguments[name]
+                break
+        layer = self._owners.get(id(root_of(arguments.get("weight"))))
+        if layer is None:  # a weight that is computed, or none: not to be confused with what the module does otherwise
+            layer = path
+            if module._parameters or module._modules or not path:
+                layer = f"{path}.{operator.name}".lstrip(".")
+            if count:
+                layer = f"{layer}:{count + 1}"
         return Call(operator, arguments, layer, (path, operator.name, count))
 
     @contextlib.contextmanager
@@ -217,7 +228,7 @@ class SavedTensors:
         if call is None:
             return ExactHandle(tensor, entry)
         need = call.need_of(tensor)
-        if call.operator.is_norm and need is Need.VALUES:
+        if call.operator.kind is Kind.NORM and need is Need.VALUES:
             call.note_saved(tensor)
         approximate = need is Need.APPROXIMATE
         if approximate:
@@ -228,7 +239,7 @@ class SavedTensors:
             self._sharers.setdefault(entry.site, set()).add(call.layer)
         if entry.site is None:
             entry.site = call.site
-        if approximate and call.operator.is_norm and not self.policy.keeps_exact():
+        if approximate and call.operator.kind is Kind.NORM and not self.policy.keeps_exact():
             late = LateHandle(tensor)
             call.late.append((late, tensor, entry))
             return late
@@ -265,12 +276,19 @@ class SavedTensors:
                 return ExactHandle(tensor, entry)
         elif need is Need.WINDOW:
             codec = WindowIndexCodec(**call.pooling())
+        elif need is Need.INDEX:
+            codec = LosslessCodec()
+        elif need is Need.HALF:
+            codec = CastCodec("float16")
+        elif need is Need.INSIDE:
+            codec = IntervalMaskCodec(*call.interval())
         else:
             codec = SignMaskCodec()
-        key = geometry(tensor)
+        by_value = need in (Need.APPROXIMATE, Need.SIGN)  # one record may serve both
+        key = (*geometry(tensor), None if by_value else need, call.interval() if need is Need.INSIDE else None)
         record = entry.records.get(key)
-        if record is None or not record.serves(need, bound):
-            keeps_sign = need is Need.SIGN
+        keeps_sign = need is Need.SIGN or call.reads_signs
+        if record is None or not record.serves(need, bound) or (keeps_sign and not record.keeps_sign):
             encoded = self._encoded(codec, tensor.detach(), bound, call.site, keeps_sign)
             if encoded.nbytes >= entry.raw_bytes:
                 return ExactHandle(tensor, entry)
@@ -283,14 +301,15 @@ class SavedTensors:
         self, codec: Codec, tensor: Tensor, bound: ErrorBound | None, site: tuple[str, str, int], keeps_sign: bool
     ) -> Encoded:
         """The record, as it was chosen here when bounds last changed, unless that has become larger meanwhile."""
-        bytes_a_value, choices = self._choices.get((site, keeps_sign), (0.0, None))
+        place = site, keeps_sign, tensor.shape
+        bytes_a_value, choices = self._choices.get(place, (0.0, None))
         if choices is not None:
             encoded = codec.encode_as(tensor, bound, choices, sign_exact=keeps_sign)
             if encoded.nbytes > _MOST_GROWTH * bytes_a_value * tensor.numel():
-                del self._choices[site, keeps_sign]
+                del self._choices[place]
             return encoded
         encoded = codec.encode(tensor, bound, sign_exact=keeps_sign)
-        self._choices[site, keeps_sign] = encoded.nbytes / tensor.numel(), codec.choices_of(encoded)
+        self._choices[place] = encoded.nbytes / tensor.numel(), codec.choices_of(encoded)
         return encoded
 
     def _count_layer(self, call: Call, tensor: Tensor, handle: Handle) -> None:
@@ -318,6 +337,9 @@ class AttributionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._saved_tensors.call_of(func, args, kwargs)
         if call is None:
+            if is_composite(func):
+                with self:
+                    return entered(func)(*args, **kwargs)
             return func(*args, **kwargs)
         with self._saved_tensors.running(call):
             output = func(*args, **kwargs)

@@ -22,6 +22,8 @@ MODELS = {
     "resnet18": "ResNet-18 (11 M parameters); a 3x3 stem below 64 pixels",
     "alexnet": "AlexNet (57 M parameters at 1,000 classes); needs images of 64 pixels or more",
     "vgg16_bn": "VGG-16 with batch norm; a small classifier below 64 pixels",
+    "efficientnet_b0": "EfficientNet-B0 (4.0 M parameters at ten classes); needs images of 33 pixels or more",
+    "vit_tiny": "vision transformer (5.4 M parameters): 12 layers of width 192; patches of 4 pixels, of 8 from 64 on",
 }
 DATASETS = {
     "digits": "1,797 handwritten digits of 8x8 from scikit-learn; needs no network",

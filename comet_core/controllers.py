@@ -9,6 +9,7 @@ loss) change nothing. Sources: THEORY section 4; the momentum rule is COMET's (V
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from comet_core import error_models
 
@@ -24,12 +25,14 @@ class LayerStatistics:
     """What one collection saw of a layer. None where it was not measured."""
 
     name: str
-    is_norm: bool
-    energy: float  # sum of R * d^2 at the output, over all backward calls of the iteration
-    out_channels: int
+    kind: Literal["weight", "norm", "upstream"]  # which gradient an error in the saved input changes
+    energy: float  # sum of sensitivity * d^2 at the output, over all backward calls of the iteration
+    out_channels: float  # by which the energy is shared out; upstream: elements of the gradient passed on
     value_std: float | None = None  # of the saved input, weighted layers
     value_range: float | None = None  # largest minus smallest
     gradient_variance: float | None = None  # Var(xi): sampling noise of one weight-gradient element
+    gradient_square: float | None = None  # upstream: mean square of the gradient passed on
+    budget_share: float = 1.0  # upstream: this layer's part of what all together may spend
     momentum_magnitude: float | None = None  # mean |momentum| of the weight, in SGD's units
 
 
@@ -67,7 +70,7 @@ class Controller:
         if statistics.energy <= 0:
             self._bounds[statistics.name] = EXACT
             return
-        bound = self._norm_bound(statistics) if statistics.is_norm else self._weight_bound(statistics, iteration)
+        bound = self._norm_bound(statistics) if statistics.kind == "norm" else self._abs_bound(statistics, iteration)
         if bound is not None:
             self._bounds[statistics.name] = bound
 
@@ -75,8 +78,16 @@ class Controller:
         """Allowed standard deviation of a weight-gradient element's error; None: not known yet."""
         raise NotImplementedError
 
-    def _weight_bound(self, statistics: LayerStatistics, iteration: int) -> Bound | None:
-        sigma = self.target_sigma(statistics, iteration)
+    def upstream_share(self) -> float:
+        """What all layers that pass errors upstream may add to a gradient together, as a share of its mean square."""
+        raise NotImplementedError
+
+    def _abs_bound(self, statistics: LayerStatistics, iteration: int) -> Bound | None:
+        if statistics.kind == "upstream":
+            square = statistics.gradient_square
+            sigma = None if square is None else math.sqrt(self.upstream_share() * statistics.budget_share * square)
+        else:
+            sigma = self.target_sigma(statistics, iteration)
         if sigma is None or not math.isfinite(sigma):
             return None
         energy, channels = statistics.energy, statistics.out_channels
@@ -109,6 +120,9 @@ class NoiseController(Controller):
         share = WARM_UP_SHARE if iteration < WARM_UP_ITERATIONS else 1.0
         return math.sqrt(share * self.noise_budget * statistics.gradient_variance)
 
+    def upstream_share(self) -> float:
+        return self.noise_budget
+
     def _norm_bound(self, statistics: LayerStatistics) -> Bound | None:
         value = min(error_models.norm_budget_in_std(self.norm_budget), LARGEST_BOUND_IN_STD)
         predicted = error_models.norm_sigma(value, statistics.energy, statistics.out_channels)
@@ -129,6 +143,9 @@ class MomentumController(Controller):
         if statistics.momentum_magnitude is None:
             return None
         return self.momentum_fraction * statistics.momentum_magnitude
+
+    def upstream_share(self) -> float:
+        return self.momentum_fraction**2
 
     def _norm_bound(self, statistics: LayerStatistics) -> Bound | None:
         sigma = self.target_sigma(statistics, 0)
@@ -153,7 +170,7 @@ class FixedController(Controller):
         return self._bounds.get(layer, Bound(kind="abs", value=self.error_bound))
 
     def update(self, statistics: LayerStatistics, iteration: int) -> None:
-        if statistics.is_norm or not math.isfinite(statistics.energy):
+        if statistics.kind == "norm" or not math.isfinite(statistics.energy):
             return
         predicted = error_models.weight_sigma(self.error_bound, statistics.energy, statistics.out_channels)
         self._bounds[statistics.name] = Bound(kind="abs", value=self.error_bound, predicted_sigma=predicted)

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,36 +91,63 @@ class GradientSampler:
         return self._kept_momentum(optimizers) is None
 
 
+class Energy(NamedTuple):
+    """Sums over the backward calls of an iteration, unscaled."""
+
+    output: float  # of sensitivity * d^2, d the gradient at the output
+    passed: float | None = None  # of the squares of the gradient passed on that errors change; None: not watched
+    num_passed: int = 0  # elements of it
+
+
 class OutputEnergy:
-    """Sum of R * d^2 per layer: d the gradient at the output of each call, R the input's share of non-zeros."""
+    """Energy per layer at each collection. `sensitivity`: the mean square of what an error at the input does."""
 
     def __init__(self, grad_scaler: Any) -> None:
         self.grad_scaler = grad_scaler
         self._lock = threading.Lock()
-        self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._sums: defaultdict[str, list[tuple[Tensor, Tensor | None, int]]] = defaultdict(list)
 
-    def watch(self, layer: str, output: Tensor, nonzero_fraction: float) -> None:
-        """Add this call's energy once backward reaches its output; the hook lives and dies with the graph."""
+    def watch(self, layer: str, output: Tensor, sensitivity: float, passed_on: list[int]) -> None:
+        """Add this call's energy once backward reaches its output; the hook lives and dies with the graph.
+
+        `passed_on`: places of the gradients that the operator gives back and errors change; of several, the weakest
+        counts.
+        """
         node = output.grad_fn
         if node is None:
             return
 
-        def add(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients and gradients[0] is not None:
-                gradient = gradients[0].detach()
-                working = torch.promote_types(gradient.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(gradient, dtype=working).float()
-                scaled = nonzero_fraction * (norm / loss_scale(self.grad_scaler)) ** 2
-                with self._lock:
-                    self._sums[layer].append(scaled)
+        def add(passed: tuple[Tensor | None, ...], arrived: tuple[Tensor | None, ...]) -> None:
+            if not arrived or arrived[0] is None:
+                return
+            changed = [passed[i] for i in passed_on if i < len(passed)]
+            squares = [(self._square(one), one.numel()) for one in changed if one is not None]
+            weakest = min(squares, key=lambda pair: float(pair[0])) if squares else (None, 0)
+            with self._lock:
+                self._sums[layer].append((sensitivity * self._square(arrived[0]), *weakest))
 
-        node.register_prehook(add)
+        if passed_on:
+            node.register_hook(add)
+        else:  # before the operator's backward: nothing that it makes is alive yet
+            node.register_prehook(lambda arrived: add((), arrived))
 
-    def take(self) -> dict[str, float]:
+    def _square(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.detach()
+        working = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient, dtype=working).float()
+        return (norm / loss_scale(self.grad_scaler)) ** 2
+
+    def take(self) -> dict[str, Energy]:
         """The sums of this iteration; counting starts again from nothing."""
         with self._lock:
             sums, self._sums = self._sums, defaultdict(list)
-        return {layer: math.fsum(float(part) for part in parts) for layer, parts in sums.items()}
+        energies = {}
+        for layer, parts in sums.items():
+            passed = [float(part) for _, part, _ in parts if part is not None]
+            output = math.fsum(float(part) for part, _, _ in parts)
+            watched = len(passed) == len(parts)
+            energies[layer] = Energy(output, math.fsum(passed) if watched else None, sum(num for *_, num in parts))
+        return energies
 
 
 def loss_scale(grad_scaler: Any) -> float:

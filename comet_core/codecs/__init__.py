@@ -8,6 +8,7 @@ from comet_core.codecs.cast import CastCodec
 from comet_core.codecs.dct import DctCodec
 from comet_core.codecs.error_bounded import ErrorBoundedCodec
 from comet_core.codecs.group_quantized import GroupQuantizedCodec
+from comet_core.codecs.interval_mask import IntervalMaskCodec
 from comet_core.codecs.lossless import LosslessCodec
 from comet_core.codecs.sign_mask import SignMaskCodec
 from comet_core.codecs.sparse import SparseCodec
@@ -21,6 +22,7 @@ CODECS: dict[str, type[Codec]] = {
     "sparse": SparseCodec,
     "lossless": LosslessCodec,
     "sign_mask": SignMaskCodec,
+    "interval_mask": IntervalMaskCodec,
     "window_index": WindowIndexCodec,
 }
 

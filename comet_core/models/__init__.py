@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from comet_core.models import alexnet, resnet18, resnet20, vgg16_bn
+from comet_core.models import alexnet, efficientnet_b0, resnet18, resnet20, vgg16_bn, vit_tiny
 
 
 class Family(NamedTuple):
@@ -21,6 +21,8 @@ MODELS: dict[str, Family] = {
     "resnet18": Family(resnet18.build, 16),
     "alexnet": Family(alexnet.build, 64),
     "vgg16_bn": Family(vgg16_bn.build, 32),
+    "efficientnet_b0": Family(efficientnet_b0.build, 33),
+    "vit_tiny": Family(vit_tiny.build, 8),
 }
 
 

@@ -7,15 +7,15 @@ codec and nothing else.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from comet_core.codecs.base import Codec, ErrorBound
 from comet_core.controllers import START_RANGE_FRACTION, Controller, LayerStatistics, is_collection, samples_gradients
-from comet_core.gradient_statistics import GradientSampler, OutputEnergy
-from comet_core.operators import Call, channel_std
+from comet_core.gradient_statistics import SAMPLE_SIZE, Energy, GradientSampler, OutputEnergy
+from comet_core.operators import Call, Kind, root_of, spread_of_groups
 from comet_core.policies.base import MemoryPolicy
 
 
@@ -23,14 +23,15 @@ from comet_core.policies.base import MemoryPolicy
 class _Layer:
     """What the policy remembers of a layer between iterations."""
 
-    is_norm: bool
-    out_channels: int
+    kind: Literal["weight", "norm", "upstream"]
+    out_channels: float = 1.0
     weight: Tensor | None = None  # where it is trained itself, not computed from others
-    std: Tensor | None = None  # per channel, norms
+    std: Tensor | float | None = None  # of each channel or of all groups, norms
     mean_bound: float | None = None  # absolute, as last used
     value_std: float | None = None
     value_range: float | None = None
     nonzero_fraction: float | None = None
+    num_values: int = 0  # at the last collection
 
 
 class CompressPolicy(MemoryPolicy):
@@ -58,28 +59,54 @@ class CompressPolicy(MemoryPolicy):
         return False
 
     def observe(self, call: Call, tensor: Tensor) -> None:
-        weight = call.weight
         layer = self._layers.get(call.layer)
         if layer is None:
-            channels = weight.shape[0] if weight is not None else tensor.shape[1]
-            layer = self._layers[call.layer] = _Layer(call.operator.is_norm, channels)
+            layer = self._layers[call.layer] = _Layer(_kind(call))
+        weight = root_of(call.weight)
         if weight is not None and weight.requires_grad and weight.is_leaf and weight is not layer.weight:
             layer.weight = weight
             self._samplers[call.layer] = GradientSampler(weight, self._grad_scaler)
-        if self._collecting and not layer.is_norm:
+        if self._collecting and layer.kind != "norm":
             values = tensor.detach()
+            layer.num_values = values.numel()
             layer.value_range = _spread(values)
             layer.value_std = float(values.float().std(correction=0))
-            layer.nonzero_fraction = call.nonzero_fraction = int(torch.count_nonzero(values)) / values.numel()
+            layer.nonzero_fraction = call.sensitivity = int(torch.count_nonzero(values)) / values.numel()
+            if call.reads_signs:  # the weight meets negative values only
+                call.sensitivity = int(torch.count_nonzero(values < 0)) / values.numel()
+            if call.operator.slope is not None:
+                call.sensitivity = self._slope_sensitivity(call, values)
 
     def called(self, call: Call, output: Any) -> None:
         layer = self._layers.get(call.layer)
-        if layer is None or not (call.operator.is_weighted or call.operator.is_norm):
+        if layer is None or not isinstance(output, Tensor) or layer.kind != _kind(call):
             return
-        if layer.is_norm:
-            layer.std = channel_std(call)
-        if self._collecting and isinstance(output, Tensor):
-            self._energy.watch(call.layer, output, call.nonzero_fraction)
+        if layer.kind == "norm":
+            layer.std = spread_of_groups(call)
+        if layer.kind != "upstream":
+            layer.out_channels = call.out_channels(output)
+        if self._collecting:
+            self._energy.watch(call.layer, output, call.sensitivity, call.passed_on())
+
+    def _slope_sensitivity(self, call: Call, values: Tensor) -> float:
+        """Mean square by which the slope changes at the bound in use, for each unit of squared error.
+
+        At that bound, not in the limit, so that kinks count as what they do; from a fixed random sample.
+        """
+        slope, bound = call.operator.slope, self._absolute(call.layer, values)
+        assert slope is not None
+        error = (bound if isinstance(bound, float) and bound > 0 else START_RANGE_FRACTION * _spread(values)) / 3**0.5
+        if error == 0:
+            return 0.0
+        flat = values.reshape(-1)
+        generator = torch.Generator().manual_seed(flat.numel())
+        index = torch.randint(flat.numel(), (SAMPLE_SIZE,), generator=generator).to(flat.device)
+        sample = flat[index].double()
+        with torch.no_grad():
+            exact = slope(sample, call.arguments)
+            changes = [slope(sample + sign * error, call.arguments) - exact for sign in (1, -1)]
+        square = sum(change.square() for change in changes) / 2 * (sample != 0)
+        return float(torch.as_tensor(square).mean()) / error**2
 
     def bound_for(self, layers: set[str], tensor: Tensor) -> ErrorBound | None:
         smallest: float | Tensor = math.inf
@@ -104,11 +131,13 @@ class CompressPolicy(MemoryPolicy):
         value: float | Tensor
         if bound.kind == "abs":
             value = bound.value
-        elif layer.is_norm and tensor.dim() < 2:
+        elif bound.kind == "std" and isinstance(layer.std, float):
+            value = bound.value * layer.std if math.isfinite(layer.std) else 0.0
+        elif layer.kind == "norm" and tensor.dim() < 2:
             return None
-        elif bound.kind == "std" and layer.std is not None and layer.std.numel() == tensor.shape[1]:
+        elif bound.kind == "std" and isinstance(layer.std, Tensor) and layer.std.numel() == tensor.shape[1]:
             value = torch.nan_to_num(bound.value * layer.std.cpu(), nan=0.0, posinf=0.0)
-        elif layer.is_norm:
+        elif layer.kind == "norm":
             others = [dim for dim in range(tensor.dim()) if dim != 1]
             spread = (tensor.detach().amax(others) - tensor.detach().amin(others)).float().cpu()
             value = START_RANGE_FRACTION * torch.nan_to_num(spread, nan=0.0, posinf=0.0)
@@ -122,9 +151,13 @@ class CompressPolicy(MemoryPolicy):
         for sampler in self._samplers.values():
             sampler.close_iteration(iteration)
         if collecting:
-            for name, energy in self._energy.take().items():
-                if name in self._layers:
-                    self.controller.update(self._statistics(name, energy), iteration)
+            energies = self._energy.take()
+            num_upstream = sum(layer.num_values for layer in self._layers.values() if layer.kind == "upstream")
+            for name, layer in self._layers.items():
+                # Without a gradient seen, a weight has none either; what goes upstream unseen is kept exactly.
+                energy = energies.get(name, Energy(0.0) if layer.kind == "upstream" else None)
+                if energy is not None:
+                    self.controller.update(self._statistics(name, energy, num_upstream), iteration)
         self._collecting = is_collection(iteration + 1, self.collect_every)
         sampling = samples_gradients(iteration + 1, self.collect_every)
         for sampler in self._samplers.values():
@@ -133,14 +166,18 @@ class CompressPolicy(MemoryPolicy):
             )
         return collecting
 
-    def _statistics(self, name: str, energy: float) -> LayerStatistics:
+    def _statistics(self, name: str, energy: Energy, num_upstream: int) -> LayerStatistics:
         layer = self._layers[name]
         sampler = self._samplers.get(name)
+        if layer.kind == "upstream":
+            layer.out_channels = max(energy.num_passed, 1)
         return LayerStatistics(
             name=name,
-            is_norm=layer.is_norm,
-            energy=energy,
+            kind=layer.kind,
+            energy=energy.output if layer.kind != "upstream" or energy.passed is not None else 0.0,
             out_channels=layer.out_channels,
+            gradient_square=None if energy.passed is None else energy.passed / layer.out_channels,
+            budget_share=layer.num_values / num_upstream if layer.kind == "upstream" else 1.0,
             value_std=layer.value_std,
             value_range=layer.value_range,
             gradient_variance=sampler.gradient_variance if sampler else None,
@@ -164,6 +201,13 @@ class CompressPolicy(MemoryPolicy):
             "gradient_noise": None if variance is None else variance**0.5,
             "nonzero_fraction": layer.nonzero_fraction,
         }
+
+
+def _kind(call: Call) -> Literal["weight", "norm", "upstream"]:
+    """Which gradient an error in what the call saves changes."""
+    if call.passes_upstream:
+        return "upstream"
+    return "norm" if call.operator.kind is Kind.NORM else "weight"
 
 
 def _spread(values: Tensor) -> float:

@@ -16,7 +16,7 @@ from comet_core.controllers import (
 
 
 def statistics(**changes):
-    values = dict(name="conv", is_norm=False, energy=12.0, out_channels=4, gradient_variance=1e-4,
+    values = dict(name="conv", kind="weight", energy=12.0, out_channels=4, gradient_variance=1e-4,
                   momentum_magnitude=0.5, value_std=1e9, value_range=1e9)  # fmt: skip
     return LayerStatistics(**{**values, **changes})
 
@@ -54,7 +54,7 @@ def test_norm_budgets_give_the_steps_of_the_theory():
     for budget, step in ((0.05, 0.77), (0.2, 1.55), (0.3, 1.9)):
         assert 2 * error_models.norm_budget_in_std(budget) == pytest.approx(step, rel=0.01)
     controller = NoiseController(noise_budget=0.05, norm_budget=0.2)
-    controller.update(statistics(is_norm=True), 1)
+    controller.update(statistics(kind="norm"), 1)
     assert controller.bound_for("conv").kind == "std"
     assert 2 * controller.bound_for("conv").value == pytest.approx(1.55, rel=0.01)
 
@@ -66,7 +66,7 @@ def test_bounds_never_exceed_an_eighth_of_the_range_or_a_standard_deviation(chan
     bound = controller.bound_for("conv")
     assert bound.value == value
     assert bound.predicted_sigma < bound.target_sigma
-    controller.update(statistics(is_norm=True), 200)
+    controller.update(statistics(kind="norm"), 200)
     assert controller.bound_for("conv").value == 1.0
 
 
@@ -99,3 +99,16 @@ def test_collections_double_and_then_come_every_w_iterations():
 
 def test_gradients_are_sampled_in_the_five_iterations_up_to_a_collection():
     assert [i for i in range(80, 120) if samples_gradients(i, 100)] == [96, 97, 98, 99, 100]
+
+
+@pytest.mark.parametrize(
+    ("controller", "together"),
+    [(NoiseController(noise_budget=0.05, norm_budget=0.2), 0.05), (MomentumController(momentum_fraction=0.01), 1e-4)],
+)
+def test_layers_that_pass_errors_upstream_share_one_budget_of_the_gradients_square(controller, together):
+    for share in (0.25, 0.75):
+        controller.update(statistics(kind="upstream", gradient_square=4.0, budget_share=share), 200)
+        assert controller.bound_for("conv").target_sigma == pytest.approx(math.sqrt(share * together * 4.0))
+    before = controller.bound_for("conv")
+    controller.update(statistics(kind="upstream", gradient_square=None), 201)
+    assert controller.bound_for("conv") == before

@@ -126,6 +126,9 @@ def check_values(codec, x, y, bound, sign_exact):
         largest = x.max() if x.numel() else torch.ones((), dtype=x.dtype)
         largest = largest if bool(largest > 0) and math.isfinite(float(largest)) else torch.ones_like(largest)
         assert bool(((y == largest) | (y == 0)).all()), "values other than 0 and the largest"
+    elif codec.name == "interval_mask":
+        outside = [(values <= codec.low) | (values >= codec.high) for values in (x, y)]
+        assert torch.equal(*outside), "the mask differs"
     else:
         assert torch.equal(bits_of(x), bits_of(y)), "bits differ"
 
