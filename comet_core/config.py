@@ -8,9 +8,9 @@ it loads.
 """
 
 import json
-import math
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -47,6 +47,15 @@ CODECS = {
     "cast": "8-bit floats with one scale a tensor; reads no bound",
     "sparse": "a bit a value and the values that are not zero, after Gist; exact",
     "lossless": "byte shuffle and zstd; exact",
+}
+# codec -> its parameters, each with the values that are allowed, the first one's type being the parameter's
+CODEC_PARAMS: dict[str, dict[str, range | tuple[bool | int | str, ...]]] = {
+    "error_bounded": {"dither": (False, True), "seed": range(2**32)},
+    "group_quantized": {"num_bits": (2, 4, 8), "seed": range(2**32)},
+    "dct": {"quality": range(1, 101)},
+    "cast": {"dtype": ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")},
+    "sparse": {},
+    "lossless": {},
 }
 SCHEDULES = {
     "one_cycle": "up to the learning rate over the first 30 % of the steps, then down to zero",
@@ -189,6 +198,14 @@ class RunConfig:
         high=100_000,
     )
     codec: str = _option("error_bounded", "Memory", "Codec", "How lossy tensors are stored.", menu=CODECS)
+    codec_params: str = _option(
+        "",
+        "Memory",
+        "Codec parameters",
+        "As key=value,key=value; empty: the defaults. "
+        + "; ".join(f"{codec}: {', '.join(params)}" for codec, params in CODEC_PARAMS.items() if params)
+        + ".",
+    )
 
     device: str = _option("cpu", "Machine", "Device", "Where the run computes.", menu=DEVICES)
     num_threads: int = _option(
@@ -198,6 +215,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         problems = {}
         for entry in fields(self):
+            object.__setattr__(self, entry.name, as_plain(getattr(self, entry.name)))
             sentence = _problem(entry.name, entry.type, getattr(self, entry.name), entry.metadata)
             if sentence:
                 problems[entry.name] = sentence
@@ -209,6 +227,11 @@ class RunConfig:
                     f"dataset_path is {self.dataset_path!r}, but only image_folder reads a path; "
                     f"leave it empty or choose dataset=image_folder (now {self.dataset})."
                 )
+        if "codec" not in problems and "codec_params" not in problems:
+            try:
+                parse_codec_params(self.codec, self.codec_params)
+            except ValueError as error:
+                problems["codec_params"] = f"codec_params: {error}"
         if problems:
             raise ConfigError(problems)
 
@@ -228,7 +251,8 @@ def _problem(name: str, kind: Any, value: Any, metadata: Mapping[str, Any]) -> s
     """A sentence about one field's value, or an empty string where it is fine."""
     menu = metadata["menu"]
     if menu is not None:
-        return "" if value in menu else f"{name} is {value!r}; allowed: {', '.join(menu)}."
+        known = isinstance(value, str) and value in menu
+        return "" if known else f"{name} is {shown(value)}; allowed: {', '.join(menu)}."
     if kind is str:
         return (
             ""
@@ -236,16 +260,75 @@ def _problem(name: str, kind: Any, value: Any, metadata: Mapping[str, Any]) -> s
             else f"{name} must be a text of at most 4,096 characters."
         )
     if kind is bool:
-        return "" if isinstance(value, bool) else f"{name} is {value!r}; allowed: true, false."
+        return "" if isinstance(value, bool) else f"{name} is {shown(value)}; allowed: true, false."
     low, high = metadata["low"], metadata["high"]
     number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    fits = number and math.isfinite(value) and low <= value <= high and not (metadata["open_low"] and value == low)
+    fits = number and low <= value <= high and not (metadata["open_low"] and value == low)
     if fits:
         return ""
     what = "a whole number" if kind is int else "a number"
     above = f"above {low:,g}" if metadata["open_low"] else f"from {low:,g}"
     unit = f" {metadata['unit']}" if metadata["unit"] else ""
-    return f"{name} is {value!r}; allowed: {what} {above} to {high:,g}{unit}."
+    return f"{name} is {shown(value)}; allowed: {what} {above} to {high:,g}{unit}."
+
+
+def as_plain(value: Any) -> Any:
+    """A single number of numpy or torch as Python's own, which JSON can hold; everything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence; long ones lose their middle."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no number of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:40]}...{text[-20:]}"
+
+
+def check_codec_params(codec: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a codec of CODEC_PARAMS, as Python's own values; 0 and 1 stand for False and True.
+
+    Raises ValueError with a sentence for an unknown one and for a value of another type or range.
+    """
+    known, checked = CODEC_PARAMS[codec], {}
+    for name, given in params.items():
+        if name not in known:
+            raise ValueError(
+                f"{shown(name)} is no parameter of codec {codec!r}; allowed: {', '.join(known) or 'none, it has none'}."
+            )
+        allowed, value = known[name], as_plain(given)
+        kind = type(allowed[0])
+        if kind is bool and type(value) is int and value in (0, 1):
+            value = bool(value)
+        if type(value) is not kind or value not in allowed:
+            texts = (
+                [f"a whole number from {allowed[0]} to {allowed[-1]}"]
+                if isinstance(allowed, range)
+                else map(str, allowed)
+            )
+            raise ValueError(f"{name} is {shown(given)}; allowed: {', '.join(texts)}.")
+        checked[name] = value
+    return checked
+
+
+def parse_codec_params(codec: str, text: str) -> dict[str, Any]:
+    """The parameters that "key=value,key=value" gives a codec of CODEC_PARAMS; an empty text gives none.
+
+    Raises ValueError with a sentence as `check_codec_params` does, and for another form or a key given twice.
+    """
+    params: dict[str, Any] = {}
+    for setting in filter(None, text.split(",")):
+        key, equals, raw = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise ValueError(f"{shown(setting)} is no parameter of a codec; write key=value,key=value.")
+        if key in params:
+            raise ValueError(f"{key} is given twice; write it once.")
+        kind = type(CODEC_PARAMS[codec].get(key, ("",))[0])
+        params[key] = {"true": True, "false": False}.get(raw.lower(), raw) if kind is bool else raw
+        if kind is not str and re.fullmatch("-?[0-9]{1,20}", raw):
+            params[key] = int(raw)
+    return check_codec_params(codec, params)
 
 
 FIELDS = {entry.name: entry for entry in fields(RunConfig)}
@@ -268,23 +351,51 @@ def config_from_json(text: str) -> RunConfig:
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """Turn `key=value` texts from a command line into typed values. Raises ConfigError naming each bad one."""
+    """Turn `key=value` texts from a command line into typed values; of one given twice the last counts.
+
+    Raises ConfigError naming each bad one.
+    """
     values: dict[str, Any] = {}
     problems = {}
     for text in settings:
         key, equals, raw = text.partition("=")
         if not equals or key not in FIELDS:
-            problems[key] = f"{text!r} is not an option; write key=value with a key of: {', '.join(FIELDS)}."
+            problems[key] = f"{shown(text)} is not an option; write key=value with a key of: {', '.join(FIELDS)}."
             continue
         kind = FIELDS[key].type
         try:
             values[key] = {"true": True, "false": False}[raw.lower()] if kind is bool else kind(raw)  # type: ignore[operator]
         except (ValueError, KeyError):
             wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]  # type: ignore[index]
-            problems[key] = f"{key} is {raw!r}; allowed: {wanted}."
+            problems[key] = f"{key} is {shown(raw)}; allowed: {wanted}."
     if problems:
         raise ConfigError(problems)
     return values
+
+
+def unread(values: Mapping[str, Any]) -> dict[str, str]:
+    """Options that a run of these values does not read -> because of which of the others. All fields have to be given.
+
+    The form hides them; a twin without compression carries them along unread.
+    """
+    lossy_only = {
+        "controller": "", "collect_every": "", "noise_budget": "noise", "norm_budget": "noise",
+        "momentum_fraction": "momentum", "error_bound": "fixed",
+    }  # fmt: skip
+    found = {}
+    if values["dataset"] != "image_folder":
+        found["dataset_path"] = f"dataset={values['dataset']}"
+    if values["dataset"] not in ("image_folder", "digits"):
+        found["test_fraction"] = f"dataset={values['dataset']}"
+    if values["policy"] != "compress":
+        found |= dict.fromkeys(["codec", "codec_params", *lossy_only], f"policy={values['policy']}")
+        return found
+    if not CODEC_PARAMS.get(values["codec"]):
+        found["codec_params"] = f"codec={values['codec']}"
+    if values["codec"] != "error_bounded":
+        return found | dict.fromkeys(lossy_only, f"codec={values['codec']}")
+    other = {name for name, controller in lossy_only.items() if controller not in ("", values["controller"])}
+    return found | dict.fromkeys(other, f"controller={values['controller']}")
 
 
 # name -> (what it shows, the values that differ from the defaults)

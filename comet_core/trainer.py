@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import comet_core
 from comet_core.codecs import get_codec
 from comet_core.codecs.base import ErrorBound
-from comet_core.config import RunConfig, check_system
+from comet_core.config import RunConfig, check_system, parse_codec_params
 from comet_core.datasets import Dataset, load_dataset
 from comet_core.device_memory import process_rss_bytes
 from comet_core.metrics import EvalMetrics, Recorder, StepMetrics, compression_ratio
@@ -70,6 +70,7 @@ def train(
         error_bound=config.error_bound,
         collect_every=config.collect_every,
         codec=config.codec,
+        codec_params=parse_codec_params(config.codec, config.codec_params),
         recorder=recorder,
         tune_allocator=False,  # whoever starts the process has set it up: it counts from the first allocation on
     ) as session:
@@ -125,7 +126,7 @@ def train(
 
 def load_kernels(config: RunConfig, device: torch.device) -> None:
     """Use the codec once: its kernels take 70 MB and, not yet compiled, many seconds, whatever is trained."""
-    codec = get_codec(config.codec)
+    codec = get_codec(config.codec, **parse_codec_params(config.codec, config.codec_params))
     codec.decode(codec.encode(torch.ones(2, 3, 4, 4, device=device), ErrorBound("abs", 0.1)))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import streamlit as st
 
-from comet_core.config import FIELDS, GROUPS, PRESETS, ConfigError, RunConfig, config_from_dict, preset_values
+from comet_core.config import FIELDS, GROUPS, PRESETS, ConfigError, RunConfig, config_from_dict, preset_values, unread
 from pages import _charts, _widgets
 from storage import runs
 
@@ -20,23 +20,6 @@ ICONS = {
     "Memory": "memory",
     "Machine": "developer_board",
 }
-
-
-def _relevant(values: dict[str, Any]) -> dict[str, bool]:
-    """For the options that matter only sometimes: whether they do, given the others."""
-    compress = values["policy"] == "compress"
-    bounded = compress and values["codec"] == "error_bounded"  # the others read no bound
-    return {
-        "dataset_path": values["dataset"] == "image_folder",
-        "test_fraction": values["dataset"] in ("image_folder", "digits"),
-        "codec": compress,
-        "controller": bounded,
-        "collect_every": bounded,
-        "noise_budget": bounded and values["controller"] == "noise",
-        "norm_budget": bounded and values["controller"] == "noise",
-        "momentum_fraction": bounded and values["controller"] == "momentum",
-        "error_bound": bounded and values["controller"] == "fixed",
-    }
 
 
 def _key(name: str) -> str:
@@ -96,7 +79,7 @@ def _group(group: str) -> None:
     st.markdown(f"##### :material/{ICONS[group]}: {group}", anchors=False)
     columns: list[Any] = []
     for name, entry in FIELDS.items():
-        if entry.metadata["group"] == group and _relevant(values).get(name, True) and name != "dataset_path":
+        if entry.metadata["group"] == group and name not in unread(values) and name != "dataset_path":
             columns = columns or list(st.columns(NUM_COLUMNS))
             with columns.pop(0):
                 values[name] = _field(name)
@@ -187,7 +170,7 @@ with form:
         with st.container(border=True):
             _group(group)
 
-values = {name: value if _relevant(values).get(name, True) else FIELDS[name].default for name, value in values.items()}
+values = {name: FIELDS[name].default if name in unread(values) else value for name, value in values.items()}
 with side, st.container(border=True):
     st.markdown("##### Launch", anchors=False)
     st.caption("The twin is the same run without compression: what compression saves and costs is measured against it.")

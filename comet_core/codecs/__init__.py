@@ -13,6 +13,7 @@ from comet_core.codecs.lossless import LosslessCodec
 from comet_core.codecs.sign_mask import SignMaskCodec
 from comet_core.codecs.sparse import SparseCodec
 from comet_core.codecs.window_index import WindowIndexCodec
+from comet_core.config import shown
 
 CODECS: dict[str, type[Codec]] = {
     "error_bounded": ErrorBoundedCodec,
@@ -28,9 +29,9 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def get_codec(name: str, **params: Any) -> Codec:
-    """A codec by its name in CODECS. Raises ValueError for an unknown name, and for unknown or missing parameters."""
-    if name not in CODECS:
-        raise ValueError(f"codec is {name!r}; allowed: {', '.join(CODECS)}.")
+    """A codec by its name in CODECS. Raises ValueError for an unknown name, and for wrong or missing parameters."""
+    if not isinstance(name, str) or name not in CODECS:
+        raise ValueError(f"codec is {shown(name)}; allowed: {', '.join(CODECS)}.")
     known = inspect.signature(CODECS[name]).parameters
     missing = [key for key, param in known.items() if param.default is param.empty and key not in params]
     if missing or not params.keys() <= known.keys():

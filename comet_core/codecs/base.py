@@ -38,6 +38,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from comet_core.config import shown
+
 Guarantee = Literal["exact", "bounded", "unbounded", "pattern"]
 
 HEADER_BYTES = 256
@@ -81,7 +83,13 @@ class ErrorBound:
         if self.kind not in ("abs", "range_rel", "pw_rel"):
             raise ValueError(f"kind of error bound is {self.kind!r}; allowed: 'abs', 'range_rel', 'pw_rel'.")
         if not isinstance(self.value, Tensor):
-            object.__setattr__(self, "value", float(self.value))
+            try:
+                object.__setattr__(self, "value", float(self.value))
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(
+                    f"value of the error bound is {shown(self.value)}; allowed: a number, or a 1-D float tensor on the "
+                    "CPU with one entry a channel."
+                ) from None
         elif self.channel_dim is None:
             raise ValueError(
                 "value of the error bound is a tensor, but channel_dim is None; "
@@ -139,6 +147,8 @@ class Codec(ABC):
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
+    exact_for: ClassVar[str] = ""
+    """What an `unbounded` codec gives back exactly instead, in words."""
 
     @abstractmethod
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:

@@ -27,6 +27,7 @@ from comet_core.codecs.base import (
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES
 from comet_core.codecs.lossless import decode_exactly, encode_exactly
 from comet_core.codecs.outliers import put_outliers, take_outliers
+from comet_core.config import check_codec_params
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _FORMATS = {
@@ -62,11 +63,10 @@ class CastCodec(Codec):
 
     name = "cast"
     guarantee = "unbounded"
+    exact_for = "tensors whose dtype is not larger than its format"
 
     def __init__(self, dtype: str = "float8_e4m3fn") -> None:
-        if dtype not in _FORMATS:
-            raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(_FORMATS)}.")
-        self._dtype = dtype
+        self._dtype = check_codec_params(self.name, {"dtype": dtype})["dtype"]
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense = dense_of(tensor)

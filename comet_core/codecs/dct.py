@@ -33,6 +33,7 @@ from comet_core.codecs.base import (
 from comet_core.codecs.kernels import reference
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES, check_holds, compress, decompress
 from comet_core.codecs.lossless import decode_exactly, encode_exactly
+from comet_core.config import check_codec_params
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SMALLEST_MAP = 4  # smaller ones would be mostly padding
@@ -64,11 +65,10 @@ class DctCodec(Codec):
 
     name = "dct"
     guarantee = "unbounded"
+    exact_for = "tensors with values that are not finite, and such as are no maps of 4x4 or more in 4 dimensions"
 
     def __init__(self, quality: int = 80) -> None:
-        if not isinstance(quality, int) or not 1 <= quality <= 100:
-            raise ValueError(f"quality is {quality!r}; allowed: a whole number from 1 to 100.")
-        self._quality = quality
+        self._quality = check_codec_params(self.name, {"quality": quality})["quality"]
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense = dense_of(tensor)

@@ -45,6 +45,7 @@ from comet_core.codecs.kernels.tables import Layout, Tables, layout_of
 from comet_core.codecs.lossless import decode_bytes, decode_exactly, encode_bytes, encode_exactly
 from comet_core.codecs.octaves import Octaves, decode_octaves, encode_octaves
 from comet_core.codecs.two_planes import TwoPlanes, decode_in_two, encode_in_two
+from comet_core.config import check_codec_params
 
 _EXACT = -1  # in place of a group's number of escapes
 _REACH_VALUES = 1 << 16
@@ -85,11 +86,8 @@ class ErrorBoundedCodec(Codec):
     guarantee = "bounded"
 
     def __init__(self, dither: bool = False, seed: int = 0) -> None:
-        if dither not in (False, True):
-            raise ValueError(f"dither is {dither!r}; allowed: True (or 1), False (or 0).")
-        if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
-            raise ValueError(f"seed is {seed!r}; allowed: whole numbers from 0 to 2**32 - 1.")
-        self.dither, self.seed = bool(dither), seed
+        checked = check_codec_params(self.name, {"dither": dither, "seed": seed})
+        self.dither, self.seed = checked["dither"], checked["seed"]
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         return self.encode_as(tensor, bound, None, sign_exact=sign_exact)

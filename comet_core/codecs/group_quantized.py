@@ -37,6 +37,7 @@ from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
 from comet_core.codecs.kernels.reference import GROUP_VALUES
 from comet_core.codecs.lossless import decode_exactly, encode_exactly
 from comet_core.codecs.outliers import put_outliers, take_outliers
+from comet_core.config import check_codec_params
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WIDTHS = (2, 4, 8)
@@ -71,13 +72,11 @@ class GroupQuantizedCodec(Codec):
 
     name = "group_quantized"
     guarantee = "unbounded"
+    exact_for = "groups of equal values, and tensors that would not become smaller"
 
     def __init__(self, num_bits: int = 2, seed: int = 0) -> None:
-        if num_bits not in _WIDTHS:
-            raise ValueError(f"num_bits is {num_bits!r}; allowed: {', '.join(map(str, _WIDTHS))}.")
-        if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
-            raise ValueError(f"seed is {seed!r}; allowed: a whole number from 0 to {2**32 - 1}.")
-        self._num_bits, self._seed = num_bits, seed
+        checked = check_codec_params(self.name, {"num_bits": num_bits, "seed": seed})
+        self._num_bits, self._seed = checked["num_bits"], checked["seed"]
 
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:
         dense = dense_of(tensor)

@@ -25,6 +25,7 @@ from comet_core.codecs.base import (
 from comet_core.codecs.kernels import reference, twin_of
 from comet_core.codecs.kernels.chunks import CHUNK_VALUES, run_chunks
 from comet_core.codecs.lossless import decode_exactly, encode_exactly
+from comet_core.config import shown
 
 _WIDTHS = (1, 2, 4, 8)
 
@@ -115,8 +116,9 @@ def _problem(windows: reference.Windows) -> str:
     """What makes this no geometry of a max_pool2d, as a sentence; empty where it is one."""
     for name, lowest in (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1), ("input_size", 1)):
         pair = getattr(windows, name)
-        if len(pair) != 2 or not lowest <= min(pair) <= max(pair) < 1 << 31:
-            return f"{name} is {pair!r}; allowed: a pair of ints from {lowest} to {2**31 - 1}."
+        whole = isinstance(pair, tuple | list) and len(pair) == 2 and all(type(number) is int for number in pair)
+        if not whole or not lowest <= min(pair) <= max(pair) < 1 << 31:
+            return f"{name} is {shown(pair)}; allowed: a pair of ints from {lowest} to {2**31 - 1}."
     return ""
 
 

@@ -3,10 +3,18 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from comet_core import config
-from comet_core.config import ConfigError, RunConfig, config_from_dict, config_from_json, parse_settings
+from comet_core.config import (
+    ConfigError,
+    RunConfig,
+    config_from_dict,
+    config_from_json,
+    parse_codec_params,
+    parse_settings,
+)
 
 
 def test_json_round_trips_every_field():
@@ -28,6 +36,18 @@ def test_json_round_trips_every_field():
         ({"augment": 1}, "augment", "true, false"),
         ({"device": "mps"}, "device", "cpu, cuda"),
         ({"name": "x" * 5000}, "name", "4,096"),
+        ({"model": ["resnet20"]}, "model", "resnet20, resnet18"),
+        ({"seed": 10**5000}, "seed", "seed is a number of thousands of digits; allowed: a whole number"),
+        ({"seed": "9" * 5000}, "seed", "99999...99999"),
+        ({"codec_params": "dithr=true"}, "codec_params", "'dithr' is no parameter of codec 'error_bounded'; allowed"),
+        ({"codec_params": "dither=perhaps"}, "codec_params", "dither is 'perhaps'; allowed: False, True"),
+        ({"codec_params": "dither"}, "codec_params", "write key=value,key=value"),
+        ({"codec_params": "seed=1,seed=2"}, "codec_params", "codec_params: seed is given twice"),
+        ({"codec_params": "seed=--5"}, "codec_params", "seed is '--5'; allowed: a whole number from 0 to 4294967295"),
+        ({"codec_params": "seed=" + "9" * 4000}, "codec_params", "99999...99999"),
+        ({"codec": "dct", "codec_params": "quality=101"}, "codec_params", "a whole number from 1 to 100"),
+        ({"codec": "lossless", "codec_params": "level=3"}, "codec_params", "allowed: none, it has none"),
+        ({"codec_params": {"dither": True}}, "codec_params", "must be a text"),
         ({"dataset": "image_folder"}, "dataset_path", "needs a folder or a .zip"),
         ({"dataset_path": "a.zip"}, "dataset_path", "only image_folder reads a path"),
         ({"batchsize": 1}, "batchsize", "batch_size"),
@@ -56,6 +76,35 @@ def test_settings_of_a_command_line_get_the_types_of_their_fields():
     with pytest.raises(ConfigError) as caught:
         parse_settings(["epochs=many", "nonsense", "augment=perhaps"])
     assert set(caught.value.problems) == {"epochs", "nonsense", "augment"}
+
+
+def test_parameters_of_a_codec_are_one_text_that_survives_the_way_through_json():
+    given = config_from_dict(parse_settings(["codec_params=dither=true, seed=3"]))
+    assert parse_codec_params(given.codec, given.codec_params) == {"dither": True, "seed": 3}
+    assert config_from_json(given.to_json()) == given and hash(given) == hash(config_from_json(given.to_json()))
+    assert parse_codec_params("cast", "dtype=bfloat16") == {"dtype": "bfloat16"}
+    assert parse_codec_params("error_bounded", "dither=0") == {"dither": False}
+    assert parse_codec_params("error_bounded", "") == {}
+
+
+def test_numbers_of_numpy_are_values_that_json_can_hold():
+    given = RunConfig(error_bound=np.float32(0.5), seed=np.int64(3), augment=np.bool_(False))
+    assert config_from_json(given.to_json()) == RunConfig(error_bound=0.5, seed=3, augment=False)
+
+
+def test_what_the_other_options_make_meaningless_is_known():
+    def because(**changes):
+        return config.unread(RunConfig(**changes).to_dict())
+
+    assert because() == {
+        "dataset_path": "dataset=digits", "momentum_fraction": "controller=noise", "error_bound": "controller=noise",
+    }  # fmt: skip
+    plain = because(policy="baseline")
+    assert {"codec", "codec_params", "controller", "noise_budget", "collect_every"} <= plain.keys()
+    assert set(plain.values()) == {"dataset=digits", "policy=baseline"}
+    assert because(codec="lossless")["codec_params"] == "codec=lossless"
+    assert because(codec="dct")["controller"] == "codec=dct" and "codec_params" not in because(codec="dct")
+    assert because(dataset="cifar10")["test_fraction"] == "dataset=cifar10"
 
 
 def test_every_preset_is_a_configuration_that_runs():

@@ -44,6 +44,14 @@ def test_the_baseline_gives_the_losses_of_a_plain_loop_bit_for_bit():
     assert losses == [step.train_loss for step in recorder.steps]
 
 
+def test_a_run_stores_with_the_parameters_of_its_codec():
+    ratios = [
+        trained(max_steps_per_epoch=1, codec="group_quantized", codec_params=text)[0]["conv_input_ratio"]
+        for text in ("", "num_bits=8")
+    ]
+    assert ratios[0] > 2 * ratios[1] > 6
+
+
 def test_a_run_is_recorded_step_by_step_and_repeats_itself():
     summary, recorder = trained(epochs=2, collect_every=4)
     assert [(step.step, step.epoch, step.num_samples) for step in recorder.steps] == [

@@ -229,6 +229,19 @@ def test_choices_stay_while_their_input_is_hidden(open_page):
     assert app.number_input(key="new_epochs").value == 7
 
 
+def test_parameters_of_a_codec_are_asked_for_where_it_has_some(open_page, images):
+    app = open_page("new_run.py")
+    app.text_input(key="new_codec_params").set_value("dither=perhaps").run()
+    assert _widgets.plain("codec_params: dither is 'perhaps'; allowed: False, True.") in texts(app)
+    app.text_input(key="new_codec_params").set_value("dither=true").run()
+    press(app, "Launch with baseline twin")
+    assert [queries.run(run_id)["config"]["codec_params"] for run_id in (1, 2)] == ["dither=true"] * 2
+    app.selectbox(key="new_codec").select("lossless").run()
+    assert "new_codec_params" not in {widget.key for widget in app.text_input}
+    press(app, "Launch")
+    assert queries.run(3)["config"]["codec_params"] == ""
+
+
 def test_launch_with_twin_queues_both(open_page, images):
     app = open_page("new_run.py", preset="quick")
     app.text_input(key="new_name").set_value("<b>mine</b>")

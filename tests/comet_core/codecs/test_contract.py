@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import inspect
 import math
 import weakref
 
@@ -15,6 +16,7 @@ from comet_core.codecs import CODECS, get_codec
 from comet_core.codecs.base import Codec
 from comet_core.codecs.error_bounded import ErrorBoundedCodec
 from comet_core.codecs.lossless import LosslessCodec
+from comet_core.config import CODEC_PARAMS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -137,9 +139,29 @@ def test_a_record_of_another_codec_is_refused(name):
 
 def test_registry_names_match_and_unknown_names_and_parameters_are_refused():
     assert all(name == codec.name for name, codec in CODECS.items())
-    for name, params in (("zip", {}), ("lossless", {"level": 3}), ("window_index", {"kernel_size": (2, 2)})):
+    for name, params in (("zip", {}), ("lossless", {"level": 3}), ("window_index", {"kernel_size": (2, 2)}),
+                         (["lossless"], {}), ("window_index", {**PARAMS["window_index"], "stride": 2}),
+                         ("window_index", {**PARAMS["window_index"], "stride": (2.0, 2.0)})):  # fmt: skip
         with pytest.raises(ValueError, match="allowed"):
             get_codec(name, **params)
+
+
+def test_the_menu_of_parameters_is_what_the_codecs_take():
+    for name, params in CODEC_PARAMS.items():
+        assert list(inspect.signature(CODECS[name]).parameters) == list(params)
+        for key, allowed in params.items():
+            for value in (allowed[0], allowed[-1]):
+                codec = get_codec(name, **{key: value})
+                assert torch.equal(codec.decode(codec.encode(torch.zeros(2, 3, 8, 8), 0.1)), torch.zeros(2, 3, 8, 8))
+
+
+def test_numbers_of_numpy_and_torch_are_parameters_like_pythons_own():
+    x = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    plain = get_codec("error_bounded", dither=True, seed=7).encode(x, 0.125)
+    of_numpy, of_torch = (np.bool_(True), np.int64(7), np.float32(0.125)), (1, torch.tensor(7), np.array(0.125))
+    for dither, seed, bound in (of_numpy, of_torch):
+        other = get_codec("error_bounded", dither=dither, seed=seed).encode(x, bound)
+        assert other.meta == plain.meta and other.parts[2:] == plain.parts[2:]
 
 
 # Deliberately bad codecs: each breaks one promise, and `check_codec` must say which.

@@ -121,6 +121,9 @@ def test_a_mask_of_relu_can_be_read_from_a_sign_exact_record():
         (lambda x: CODEC.encode(x), "bound is None"),
         (lambda x: CODEC.encode(x, -1.0), r"is -1\.0; allowed: 0"),
         (lambda x: CODEC.encode(x, math.nan), "is nan; allowed: 0"),
+        (lambda x: CODEC.encode(x, "fine"), "is 'fine'; allowed: a number"),  # type: ignore[arg-type]
+        (lambda x: CODEC.encode(x, [0.1]), r"is \[0.1\]; allowed: a number"),  # type: ignore[arg-type]
+        (lambda x: CODEC.encode(x, 10**400), "allowed: a number"),
         (lambda x: ErrorBound("rel", 0.1), "'rel'; allowed: 'abs', 'range_rel', 'pw_rel'"),  # type: ignore[arg-type]
         (lambda x: ErrorBound("abs", torch.tensor([0.1, -0.1]), 1), "negative or NaN entries"),
         (lambda x: ErrorBound("abs", torch.tensor([0.1, math.nan]), 1), "negative or NaN entries"),
@@ -473,11 +476,15 @@ def test_dither_is_a_function_of_the_seed_and_of_the_tensor():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"dither": "yes"}, "dither is 'yes'; allowed: True"),
+        ({"dither": "yes"}, "dither is 'yes'; allowed: False, True"),
         ({"dither": 2}, "dither is 2; allowed"),
-        ({"dither": True, "seed": -1}, "seed is -1; allowed: whole numbers from 0"),
+        ({"dither": True, "seed": -1}, "seed is -1; allowed: a whole number from 0"),
         ({"seed": 2**32}, "seed is 4294967296; allowed"),
         ({"seed": 0.5}, "seed is 0.5; allowed"),
+        ({"seed": True}, "seed is True; allowed: a whole number"),
+        ({"seed": 10**5000}, "seed is a number of thousands of digits; allowed"),
+        ({"seed": np.arange(2)}, "seed is array"),
+        ({"dither": [True]}, r"dither is \[True\]; allowed"),
     ],
 )
 def test_wrong_parameters_of_the_dither_are_refused(params, message):

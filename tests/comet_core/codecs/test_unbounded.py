@@ -219,6 +219,10 @@ def test_sparse_costs_a_bit_a_value_and_the_values_that_are_not_zero():
     ("dct", {"quality": 0}, "quality is 0; allowed: a whole number from 1 to 100"),
     ("dct", {"quality": 80.0}, r"quality is 80\.0; allowed"),
     ("cast", {"dtype": "float4"}, "dtype is 'float4'; allowed: float16, bfloat16"),
+    ("cast", {"dtype": ["float16"]}, r"dtype is \['float16'\]; allowed"),
+    ("cast", {"dtype": torch.float16}, r"dtype is torch\.float16; allowed"),
+    ("dct", {"quality": True}, "quality is True; allowed"),
+    ("group_quantized", {"num_bits": torch.ones(2)}, "num_bits is tensor"),
 ])  # fmt: skip
 def test_parameters_that_make_no_sense_are_refused_with_a_sentence(name, params, sentence):
     with pytest.raises(ValueError, match=sentence):
