@@ -2,31 +2,48 @@
 
 What the user can mend is one sentence on stderr and exit code 2. `train` and `bench codec` start themselves once more
 with glibc's allocator told to give freed memory back, a setting that only a new process can take up, so that peaks are
-honest and codecs are as fast as in training.
+honest and codecs are as fast as in training. Where Ctrl-C or TERM stops one of them, what there is until then is kept,
+and the exit code is 128 and the signal's number, as a shell gives it.
 """
 
+import signal
+
+if __name__ == "__main__":  # before all else loads: Ctrl-C in that time ends the process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
+import errno
 import json
 import os
 import platform
-import signal
+import re
 import sys
-import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from comet_core import config, launcher, metrics
 from comet_core.config import RunConfig
 
+CAPTURED_MODEL, CAPTURE_STEPS = "resnet20", 20
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as everything here does: one sentence on stderr, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help.\n")
+
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m comet_core")
+    parser = _Parser(prog="python -m comet_core")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train once and print what was saved")
     check = commands.add_parser("data-check", help="read a data set and say what is in it")
     for command in (train, check):
         command.add_argument("--preset", help=f"start from these values: {', '.join(config.PRESETS)}")
-        command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option; repeatable")
+        command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                             help="any option; repeatable, of one given twice the last counts")  # fmt: skip
     train.add_argument("--json", type=Path, metavar="FILE", help="write config, history and summary to this file")
     check.add_argument("--json", action="store_true", help="answer as JSON")
     _add_bench(commands.add_parser("bench", help="measure codecs on a tensor"))
@@ -36,10 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
         if given.command == "bench":
             return _layers(given.model) if given.subject == "layers" else _bench(given)
         values = config.preset_values(given.preset) if given.preset else {}
-        run = config.config_from_dict({**values, **config.parse_settings(given.set)})
+        settings = config.parse_settings(given.set)
+        run = config.config_from_dict({**values, **settings})
         if given.command == "data-check":
             return _check(run, as_json=given.json)
-        return _train(run, given.json)
+        return _train(run, settings, given.json)
     except (ValueError, RuntimeError, OSError) as error:
         if given.command == "data-check" and given.json:
             print(metrics.dumps({"ok": False, "error": str(error)}))
@@ -54,20 +72,27 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     layers.add_argument("--model", default="resnet20", help=f"one of {', '.join(config.MODELS)}")
     codec = subjects.add_parser("codec", help="ratio, error and throughput of codecs at several bounds")
     codec.add_argument("--tensor", metavar="FILE", help="a .npy file, or FILE.safetensors[:NAME]; else one is captured")
-    codec.add_argument("--model", default="resnet20", help="network to capture a tensor from, while it trains")
+    codec.add_argument("--model", help=f"network to capture a tensor from, while it trains (default: {CAPTURED_MODEL})")
     codec.add_argument("--layer", metavar="NAME", help="whose input; `bench layers` lists them (default: a middle one)")
-    codec.add_argument("--steps", type=int, default=20, help="iterations before the capture (default: %(default)s)")
-    codec.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the training")
+    codec.add_argument("--steps", type=_whole(1, 1_000_000), help=f"iterations before it (default: {CAPTURE_STEPS})")
+    codec.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                       help="an option of that training, such as dataset (default: digits) or seed")  # fmt: skip
     codec.add_argument("--codecs", nargs="+", metavar="CODEC", default=list(config.CODECS),
-                       help="names, or name:key=value,key=value (default: all)")  # fmt: skip
+                       help="names, or name:key=value,key=value (default: all). Their parameters: " + "; ".join(
+                           f"{name}: {', '.join(params)}" for name, params in config.CODEC_PARAMS.items() if params
+                       ))  # fmt: skip
     codec.add_argument("--kind", choices=("rule", "range_rel", "pw_rel", "abs"), help="what the bounds count: times "
                        "the bound that the momentum rule gives the layer (default for a captured tensor), share of the "
                        "tensor's range (default for a file), share of each value, or absolute")  # fmt: skip
-    codec.add_argument("--bounds", nargs="+", type=float, metavar="BOUND", help="default: a few of the kind")
-    codec.add_argument("--channel-dim", type=int, metavar="DIM", help="of a file: the quantiser adapts along it")
+    codec.add_argument("--bounds", nargs="+", type=_number, metavar="BOUND",
+                       help="0 is lossless, inf allows anything finite (default: a few of the kind)")  # fmt: skip
+    codec.add_argument("--channel-dim", type=_whole(-64, 63), metavar="DIM", help="the quantiser adapts along it; not "
+                       "with the rule's bounds, which choose it")  # fmt: skip
     codec.add_argument("--sign-exact", action="store_true", help="zeros and signs come back too, as behind a ReLU")
-    codec.add_argument("--repetitions", type=int, default=3, help="times are their median (default: %(default)s)")
-    codec.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all cores")
+    codec.add_argument("--repetitions", type=_whole(1, 1000), default=3, help="times are their median "
+                       "(default: %(default)s)")  # fmt: skip
+    codec.add_argument("--threads", type=_whole(0, config.FIELDS["num_threads"].metadata["high"]), default=0,
+                       help="CPU threads; 0: all cores")  # fmt: skip
     codec.add_argument("--progress", choices=("bar", "lines"), default="bar", help="lines: one JSON object each")
     codec.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to this file")
 
@@ -82,27 +107,86 @@ def _use_process_settings() -> None:
         os.execve(sys.executable, [sys.executable, "-m", "comet_core", *sys.argv[1:]], environment)
 
 
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    """What argparse calls to read a whole number from `low` to `high`."""
+
+    def read(text: str) -> int:
+        number = int(text) if re.fullmatch("-?[0-9]{1,20}", text) else None
+        if number is None or not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{config.shown(text)} is not a whole number from {low:,} to {high:,}")
+        return number
+
+    return read
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{config.shown(text)} is no number; write it like 0.01 or 1e-3") from None
+
+
 def _check_output(output: Path | None) -> None:
-    if output is not None and not output.resolve().parent.is_dir():
-        raise ValueError(f"--json is {str(output)!r}, but {output.resolve().parent} is no folder; make it first.")
+    """Raise ValueError where --json cannot be written; said before the work, which may take hours."""
+    if output is None:
+        return
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--json is {str(output)!r}, but {output.absolute().parent} is no folder; make it first.")
+    if output.is_dir():
+        raise ValueError(f"--json is {str(output)!r}, which is a folder; name a file in it.")
+    new = not output.exists()
+    try:
+        if new or output.is_file():
+            output.open("a").close()
+        elif not os.access(output, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission")
+    except OSError as error:
+        raise ValueError(
+            f"--json is {str(output)!r}, which cannot be written ({error.strerror}); name another file."
+        ) from error
+    if new:
+        output.resolve().unlink()  # of a link, what it points to
 
 
-def _stop_on_signal() -> threading.Event:
-    """Set by Ctrl-C and by TERM."""
-    stop = threading.Event()
+def _write(output: Path | None, values: dict[str, Any]) -> bool:
+    """Write the JSON where it was asked for; False, after a sentence, where that fails in spite of the check."""
+    try:
+        if output is not None:
+            output.write_text(metrics.dumps(values) + "\n")
+    except OSError as error:
+        print(f"error: --json {str(output)!r} could not be written: {error.strerror}.", file=sys.stderr)
+        return False
+    return True
+
+
+def _stop_on_signal() -> list[int]:
+    """Will hold the signal's number after Ctrl-C or TERM; a second Ctrl-C ends the process at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
+        signal.signal(number, note)
+    return received
 
 
-def _train(run: RunConfig, output: Path | None) -> int:
+def _exit_code(received: list[int], *, stopped: bool, written: bool) -> int:
+    return 128 + received[0] if stopped else 0 if written else 2
+
+
+def _train(run: RunConfig, settings: dict[str, Any], output: Path | None) -> int:
     _use_process_settings()
     _check_output(output)
+    stop = _stop_on_signal()  # before the libraries load, which takes seconds
+    for name, reason in config.unread(run.to_dict()).items():
+        if name in settings:
+            print(f"note: {name} is not read with {reason}", file=sys.stderr)
     from tqdm import tqdm
 
     from comet_core.trainer import train
 
-    stop = _stop_on_signal()
     recorder = metrics.ListRecorder()
     started: dict[str, Any] = {}
     bar = tqdm(unit="step", desc=run.title, disable=None)
@@ -116,19 +200,15 @@ def _train(run: RunConfig, output: Path | None) -> int:
 
     summary: dict[str, Any] = {"status": "failed"}
     try:
-        summary = train(run, recorder, should_stop=stop.is_set, progress=progress, on_start=started.update)
+        summary = train(run, recorder, should_stop=lambda: bool(stop), progress=progress, on_start=started.update)
     finally:
         bar.close()
-        if output is not None:  # also after a failure: what was recorded is kept
-            written = {
-                "config": run.to_dict(),
-                "environment": started.get("environment"),
-                **recorder.to_dict(),
-                "summary": summary,
-            }
-            output.write_text(metrics.dumps(written) + "\n")
-    _print_summary(run, summary)
-    return 0
+        if summary["status"] != "failed":
+            _print_summary(run, summary)
+        # Also after a failure: what was recorded is kept.
+        history = {"environment": started.get("environment"), **recorder.to_dict(), "summary": summary}
+        written = _write(output, {"config": run.to_dict(), **history})
+    return _exit_code(stop, stopped=summary["status"] == "stopped", written=written)
 
 
 def _print_summary(run: RunConfig, summary: dict[str, Any]) -> None:
@@ -158,15 +238,27 @@ def _layers(model: str) -> int:
 def _bench(given: argparse.Namespace) -> int:
     _use_process_settings()
     _check_output(given.json)
-    for name, least in (("steps", 1), ("repetitions", 1), ("threads", 0)):
-        if getattr(given, name) < least:
-            raise ValueError(f"--{name} is {getattr(given, name)}; allowed: {least} or more.")
+    of_capture = [f"--{name}" for name in ("model", "layer", "steps", "set") if getattr(given, name) not in (None, [])]
+    if given.tensor is not None and of_capture:
+        raise ValueError(f"{', '.join(of_capture)} can only be of a capture, but --tensor names a file; leave one out.")
+    twice = [text for place, text in enumerate(given.codecs) if text in given.codecs[:place]]
+    if twice:
+        raise ValueError(f"codec {config.shown(twice[0])} is given twice; write it once.")
     stop = _stop_on_signal()  # before the libraries load, which takes seconds
     import torch
     from tqdm import tqdm
 
     from comet_core.codec_bench import codec_of, measure
-    from comet_core.tensor_sources import bounds_of, captured, read_tensor, tensor_facts
+    from comet_core.codecs.base import ErrorBound
+    from comet_core.tensor_sources import (
+        CAPTURE_READS,
+        Sample,
+        bounds_of,
+        capture_config,
+        captured,
+        read_tensor,
+        tensor_facts,
+    )
     from comet_core.trainer import environment
 
     if given.threads:
@@ -182,14 +274,24 @@ def _bench(given: argparse.Namespace) -> int:
         bar.set_description_str(text, refresh=False)
         bar.update(done - bar.n)
 
-    facts: dict[str, Any] = {"source": "file" if given.tensor else "captured"}
+    def should_stop() -> bool:
+        return bool(stop)
+
     found: dict[str, Any] = {"bounds": [], "results": [], "stopped": True}
     try:
-        if not given.tensor:
-            facts |= {"model": given.model, "num_steps": given.steps}
-        sample = read_tensor(given.tensor) if given.tensor else captured(
-            given.model, given.layer, given.steps, config.parse_settings(given.set), stop.is_set, progress
-        )  # fmt: skip
+        if given.tensor is not None:
+            facts: dict[str, Any] = {"source": "file"}
+            sample: Sample | None = read_tensor(given.tensor)
+        else:
+            steps = given.steps or CAPTURE_STEPS
+            model = CAPTURED_MODEL if given.model is None else given.model
+            run = capture_config(model, config.parse_settings(given.set))
+            # What bounds are refused for is said before the training, not after it.
+            some = Sample(name="", tensor=torch.empty(0), rule_bound=ErrorBound("abs", 1.0))
+            bounds_of(some, given.kind, given.bounds, given.channel_dim)
+            facts = {"source": "captured", "model": run.model, "num_steps": steps}
+            facts["settings"] = {name: getattr(run, name) for name in CAPTURE_READS}  # all that repeating it takes
+            sample = captured(run, given.layer, steps, should_stop, progress)
         if sample is not None:
             kind, bounds = bounds_of(sample, given.kind, given.bounds, given.channel_dim)
             sign_exact = given.sign_exact or sample.sign_exact
@@ -198,22 +300,23 @@ def _bench(given: argparse.Namespace) -> int:
             facts |= tensor_facts(sample.tensor)
             found = measure(
                 sample.tensor, given.codecs, bounds, sign_exact=sign_exact, repetitions=given.repetitions,
-                should_stop=stop.is_set, progress=progress,
+                should_stop=should_stop, progress=progress,
             )  # fmt: skip
     finally:
         bar.close()
-    if given.json is not None:
-        written = {"tensor": facts, "environment": environment(torch.device("cpu")), **found}
-        given.json.write_text(metrics.dumps(written) + "\n")
-    _print_bench(facts, found)
-    return 0
+    _print_bench(facts, found)  # before the file is written: a full disk does not take the table along
+    written = _write(given.json, {"tensor": facts, "environment": environment(torch.device("cpu")), **found})
+    return _exit_code(stop, stopped=found["stopped"], written=written)
 
 
 def _print_bench(facts: dict[str, Any], found: dict[str, Any]) -> None:
     if "name" in facts:
-        print(f"{facts['name']}: {facts['dtype']} {facts['shape']}, bounds are {facts['kind']}")
+        where = ""
+        if facts["source"] == "captured":
+            where = f"{facts['model']} on {facts['settings']['dataset']} after {facts['num_steps']:,} step(s), "
+        print(f"{where}{facts['name']}: {facts['dtype']} {facts['shape']}, bounds are {facts['kind']}")
         print(f"{'bound':>10} {'codec':<28} {'ratio':>8} {'bits':>7} {'entropy':>8} {'context':>8} {'max error':>10} "
-              f"{'rms error':>10} {'encode':>7} {'decode':>7} GB/s")  # fmt: skip
+              f"{'rms error':>10} {'beyond':>9} {'encode':>7} {'decode':>7} GB/s")  # fmt: skip
     limits = {entry["bound"]: entry for entry in found["bounds"]}
     for row in found["results"]:
         limit = limits.get(row["bound"], {})
@@ -221,9 +324,20 @@ def _print_bench(facts: dict[str, Any], found: dict[str, Any]) -> None:
         order0, context = (
             "-" if limit.get(name) is None else f"{limit[name]:.3f}" for name in ("order0_bits", "context_bits")
         )
+        beyond = "see below" if "num_over_bounds" in row else f"{row['num_over_bound']:,}"
         print(f"{bound:>10} {row['codec']:<28} {row['compression_ratio']:>7.2f}x {row['bits_per_value']:>7.3f} "
-              f"{order0:>8} {context:>8} {row['max_error']:>10.3g} {row['rms_error']:>10.3g} "
+              f"{order0:>8} {context:>8} {row['max_error']:>10.3g} {row['rms_error']:>10.3g} {beyond:>9} "
               f"{row['encode_gb_per_s']:>7.2f} {row['decode_gb_per_s']:>7.2f}")  # fmt: skip
+    free = [row for row in found["results"] if "num_over_bounds" in row]
+    if free and limits:
+        print("values beyond the bound, of codecs without a guarantee:")
+        print(f"{'':>10} {'codec':<28} " + " ".join(f"{bound:>9g}" for bound in limits))
+        for row in free:
+            shares = [count / facts["num_values"] for count in row["num_over_bounds"]]
+            print(f"{'':>10} {row['codec']:<28} " + " ".join(f"{share:>9.2%}" for share in shares))
+    for row in found["results"]:
+        if row["note"]:
+            print(f"{row['codec']}: {row['note']}")
     if found["stopped"]:
         print("stopped before everything was measured")
 

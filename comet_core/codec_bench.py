@@ -13,7 +13,7 @@ promises.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,14 @@ from torch import Tensor
 
 from comet_core.codecs import CODECS, get_codec
 from comet_core.codecs.base import Codec, ErrorBound
+from comet_core.config import CODEC_PARAMS, parse_codec_params, shown
 
 HISTOGRAM_BINS = 61
 MOST_NEIGHBOUR = 3
 """Codes of neighbours are clipped to this on either side, which gives 49 contexts."""
 _SLICE = 1 << 22  # values looked at together, so that float64 copies stay small
+_MOST_CODE = 2.0**53  # codes beyond this are no whole numbers of their own in float64
+_MOST_OCTAVES = 2200.0  # from the smallest float64 to the largest, with room
 _MOST_SPREAD = 1 << 18  # of codes that a table counts; sorting them takes over beyond
 
 
@@ -54,23 +57,15 @@ class Timed:
 
 
 def codec_of(text: str) -> Codec:
-    """The codec that "name" or "name:key=value,key=value" says; numbers are taken as such.
+    """The codec that "name" or "name:key=value,key=value" says; values as `config.parse_codec_params` reads them.
 
     Raises ValueError for what does not exist, and for codecs that restore patterns instead of values.
     """
-    name, _, rest = text.partition(":")
-    params: dict[str, Any] = {}
-    for setting in filter(None, rest.split(",")):
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"codec is {text!r}; write name, or name:key=value,key=value.")
-        params[key] = int(value) if value.lstrip("-").isdecimal() else value
-    if name in CODECS and CODECS[name].guarantee == "pattern":
-        allowed = [other for other, codec in CODECS.items() if codec.guarantee != "pattern"]
-        raise ValueError(
-            f"codec is {text!r}, which restores what one backward reads, not values; allowed: {', '.join(allowed)}."
-        )
-    return get_codec(name, **params)
+    name, _, params = text.partition(":")
+    if name not in CODEC_PARAMS:
+        why = ", which restores what one backward reads, not values" if name in CODECS else ""
+        raise ValueError(f"codec is {shown(text)}{why}; allowed: {', '.join(CODEC_PARAMS)}.")
+    return get_codec(name, **parse_codec_params(name, params))
 
 
 def codec_arm(codec: Codec, bound: ErrorBound | None, sign_exact: bool) -> Arm:
@@ -98,7 +93,7 @@ def absolute_bound(x: Tensor, bound: ErrorBound) -> Tensor:
         finite = rows.isfinite()
         high = torch.where(finite, rows, -torch.inf).amax(1).double()
         low = torch.where(finite, rows, torch.inf).amin(1).double()
-        value = value * torch.where(high >= low, high - low, 0)
+        value = torch.where(high > low, value * (high - low), 0)  # an infinite share of no range is none
     return value.reshape(()) if dim is None else _along(value.expand(x.shape[dim]), x, dim)
 
 
@@ -157,51 +152,56 @@ def context_entropy(codes: Tensor) -> float:
     return _entropy(ranks * width**2 + context) - _entropy(context)
 
 
+def num_over_bound(x: Tensor, y: Tensor, bound: Tensor) -> int:
+    """How many finite values of `x` are further than `bound` (from `absolute_bound`) from `y`, or lost in it."""
+    return sum(
+        int((~((b.double() - a.double()).abs() <= limit) | ~b.isfinite())[a.isfinite()].sum())
+        for a, b, limit in _slices(x, y, bound)
+    )
+
+
 def error_statistics(x: Tensor, y: Tensor, bound: Tensor | None = None) -> dict[str, Any]:
     """How far `y` is from `x`, over the finite values of `x`, in float64.
 
     `num_over_bound` counts values beyond `bound` (from `absolute_bound`) and finite values that came back as something
     else; `num_nonfinite_changed` those that were not finite and came back with other bits. `histogram` counts errors
-    y - x in HISTOGRAM_BINS equal parts of -1 to 1, in units of the bound where there is one, else of `histogram_unit`,
-    the largest error; it is None where every value is exact. Raises ValueError for another shape or dtype.
+    y - x in HISTOGRAM_BINS equal parts of -1 to 1, in units of the bound where there is a finite one, else
+    of `histogram_unit`, the largest error; it is None where every value is exact.
+
+    Raises ValueError for another shape or dtype.
     """
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
             f"what was decoded is {y.dtype} of shape {tuple(y.shape)}, the tensor {x.dtype} of shape {tuple(x.shape)}."
         )
-    pairs = list(zip(x.reshape(-1).split(_SLICE), y.reshape(-1).split(_SLICE), strict=True))
-    limits: Sequence[Tensor] | None = None
-    if bound is not None:
-        limits = [bound] * len(pairs) if bound.ndim == 0 else bound.expand(x.shape).reshape(-1).split(_SLICE)
-    count = over = changed = 0
+    count = changed = 0
     total = squares = largest = signal = 0.0
-    for place, (a, b) in enumerate(pairs):
+    limits = torch.tensor(torch.inf, dtype=torch.float64) if bound is None else bound
+    for a, b, _ in _slices(x, y, limits):
         finite = a.isfinite()
         changed += int((_bits(a) != _bits(b))[~finite].sum())
         error = (b.double() - a.double())[finite]
-        lost = int((~error.isfinite()).sum())
-        size = error.abs()
-        over += lost if limits is None else int((~(size <= limits[place].expand_as(a)[finite])).sum())
         error = error[error.isfinite()]
         count += error.numel()
         total, squares = total + float(error.sum()), squares + float(error.square().sum())
         signal += float(a[finite].double().square().sum())
         largest = max(largest, float(error.abs().max())) if error.numel() else largest
+    unit = largest if bool(limits.isinf().all()) else None
     counts = torch.zeros(HISTOGRAM_BINS)
-    for place, (a, b) in enumerate(pairs if largest > 0 else ()):
+    for a, b, limit in _slices(x, y, limits) if largest > 0 else ():
         error = b.double() - a.double()
-        unit = torch.full_like(error, largest) if limits is None else limits[place].expand_as(error)
-        share = (error / unit)[a.isfinite() & error.isfinite() & (unit > 0)]
+        share = error / (limit if unit is None else unit)
+        share = share[a.isfinite() & error.isfinite() & (limit > 0)]
         counts += torch.histc(share.clamp(-1, 1).float(), HISTOGRAM_BINS, -1, 1)
     return {
         "max_error": largest,
         "rms_error": (squares / count) ** 0.5 if count else 0.0,
         "mean_error": total / count if count else 0.0,
         "relative_rms_error": (squares / signal) ** 0.5 if signal else 0.0,
-        "num_over_bound": over,
+        "num_over_bound": num_over_bound(x, y, limits),
         "num_nonfinite_changed": changed,
         "histogram": [int(entry) for entry in counts] if largest > 0 else None,
-        "histogram_unit": None if bound is not None or not largest else largest,
+        "histogram_unit": unit or None,
     }
 
 
@@ -253,10 +253,15 @@ def result_of(x: Tensor, timed: Timed, bound: Tensor | None = None) -> dict[str,
 
 
 def entropies(x: Tensor, bound: ErrorBound, sign_exact: bool) -> dict[str, float | None]:
-    """Both entropies in bits a code at this bound; None where a bound of 0 leaves no codes."""
+    """Both entropies in bits a code at this bound.
+
+    None where there are no codes to count: at a bound of 0 or infinity, and where it is so fine that float64 cannot
+    tell the codes apart.
+    """
     pointwise = bound.kind == "pw_rel"
     steps = torch.as_tensor(bound.value, dtype=torch.float64) if pointwise else absolute_bound(x, bound)
-    if not bool((steps > 0).all()) or not bool(steps.isfinite().all()):
+    size = torch.tensor(_MOST_OCTAVES) if pointwise else x.nan_to_num(0, 0, 0).abs()
+    if not bool(((steps > 0) & steps.isfinite()).all()) or bool((size / (2 * steps) >= _MOST_CODE).any()):
         return {"order0_bits": None, "context_bits": None}
     codes = codes_of_octaves(x, bound) if pointwise else codes_of(x, steps, sign_exact, bound.channel_dim)
     return {"order0_bits": order0_entropy(codes), "context_bits": context_entropy(codes)}
@@ -276,8 +281,10 @@ def measure(
 
     The keys of `bounds` are the numbers that they are known by. Codecs that read no bound are measured once, with
     `bound` None. The answer has `bounds` (bound, its mean absolute value, entropies), `results` (a row of figures for
-    each codec and bound) and `stopped`; what was measured before a stop stays. `progress` gets turns done, turns in all
-    and what was done last. Raises ValueError for what `codec_of`, the codecs and `absolute_bound` refuse.
+    each codec and bound) and `stopped`; what was measured before a stop stays. Rows of codecs without a guarantee have
+    `num_over_bounds` too: how many values are beyond each of `bounds`. `note` is a sentence where such a codec gave
+    every value back. `progress` gets turns done, turns in all and what was done last. Raises ValueError for what
+    `codec_of`, the codecs and `absolute_bound` refuse.
     """
     made = {text: codec_of(text) for text in codecs}
     bounded = {text: codec for text, codec in made.items() if codec.guarantee == "bounded"}
@@ -311,7 +318,12 @@ def measure(
             for text, one in found.items():
                 guarantee = group[text].guarantee
                 limit = absolute[key] if key is not None else exactly if guarantee == "exact" else None
-                results.append({"codec": text, "guarantee": guarantee, "bound": key} | result_of(x, one, limit))
+                row = {"codec": text, "guarantee": guarantee, "bound": key, "note": ""} | result_of(x, one, limit)
+                if guarantee == "unbounded":
+                    row["num_over_bounds"] = [num_over_bound(x, one.decoded, allowed) for allowed in absolute.values()]
+                    if not row["max_error"] and not row["num_over_bound"]:
+                        row["note"] = f"Every value came back exactly. It stores without loss {group[text].exact_for}."
+                results.append(row)
     except Stopped:
         return {"bounds": entries, "results": results, "stopped": True}
     return {"bounds": entries, "results": results, "stopped": False}
@@ -321,6 +333,13 @@ def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     started = time.perf_counter()
     result = call()
     return time.perf_counter() - started, result
+
+
+def _slices(x: Tensor, y: Tensor, bound: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The same places of both and of the bound that broadcasts against them, a slice at a time."""
+    xs, ys = x.reshape(-1).split(_SLICE), y.reshape(-1).split(_SLICE)
+    bounds = [bound] * len(xs) if bound.ndim == 0 else bound.expand(x.shape).reshape(-1).split(_SLICE)
+    return zip(xs, ys, bounds, strict=True)
 
 
 def _along(value: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -344,4 +363,4 @@ def _entropy(codes: Tensor) -> float:
     ranks = _ranks(codes)
     counts = torch.bincount(ranks)
     share = counts[counts > 0].double() / len(ranks)
-    return float(-(share * share.log2()).sum())
+    return abs(float((share * share.log2()).sum()))

@@ -321,7 +321,7 @@ def parse_codec_params(codec: str, text: str) -> dict[str, Any]:
     for setting in filter(None, text.split(",")):
         key, equals, raw = (part.strip() for part in setting.partition("="))
         if not equals:
-            raise ValueError(f"{shown(setting)} is no parameter of a codec; write key=value,key=value.")
+            raise ValueError(f"{shown(setting)} has no value; write key=value,key=value.")
         if key in params:
             raise ValueError(f"{key} is given twice; write it once.")
         kind = type(CODEC_PARAMS[codec].get(key, ("",))[0])

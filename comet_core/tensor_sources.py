@@ -7,6 +7,7 @@ what its convolutions and batch norms read in the next one, each with the bound 
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comet_core.codecs.base import ErrorBound
-from comet_core.config import RunConfig, config_from_dict
+from comet_core.config import RunConfig, config_from_dict, shown
 from comet_core.datasets import load_dataset
 from comet_core.models import MODELS, build_model
 
@@ -31,6 +32,11 @@ _NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.form
 _SAFETENSORS_FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}  # name of the dtype -> bytes a value
 MOMENTUM_FRACTION = 0.01
 NORM_STD_FRACTION = 0.1
+CAPTURE_READS = (
+    "dataset", "dataset_path", "test_fraction", "image_size", "augment", "model", "max_steps_per_epoch", "batch_size",
+    "learning_rate", "momentum", "weight_decay", "seed",
+)  # fmt: skip
+"""Options of a RunConfig that decide what `capture` gives."""
 DEFAULT_BOUNDS = {
     "rule": (1.0, 2.0, 4.0, 8.0, 13.0, 26.0),
     "range_rel": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
@@ -61,20 +67,32 @@ def read_tensor(text: str) -> Sample:
     Raises ValueError with a sentence for a file that is missing, broken, of another format or holds no float tensor of
     up to LARGEST_TENSOR_BYTES bytes, and where the name is needed or unknown.
     """
-    path, name = Path(text), ""
-    if not path.is_file() and ":" in text:
-        file, _, name = text.rpartition(":")
-        path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"the tensor file is {text!r}, which does not exist; give a .npy or .safetensors file.")
     try:
+        path, name = _file_and_name(text)
         if path.suffix.lower() == ".npy" and not name:
             return Sample(name=path.name, tensor=_read_npy(path))
         if path.suffix.lower() == ".safetensors":
             return _read_safetensors(path, name)
     except OSError as error:
-        raise ValueError(f"{path.name} cannot be read ({error}); allow it, or copy the file.") from error
-    raise ValueError(f"the tensor file is {text!r}; allowed: FILE.npy, FILE.safetensors or FILE.safetensors:NAME.")
+        raise ValueError(
+            f"the tensor file {shown(text)} cannot be read ({error.strerror or error}); allow it, or copy the file."
+        ) from error
+    raise ValueError(f"the tensor file is {shown(text)}; allowed: FILE.npy, FILE.safetensors or FILE.safetensors:NAME.")
+
+
+def _file_and_name(text: str) -> tuple[Path, str]:
+    """Names of files and of tensors may have colons in them: the longest part that is a file is the file."""
+    for end in (len(text), *(match.start() for match in reversed(list(re.finditer(":", text))))):
+        if Path(text[:end]).is_file():
+            return Path(text[:end]), text[end + 1 :]
+    path = Path(text)
+    problem = (
+        "an empty name" if not text
+        else "a folder" if path.is_dir()
+        else "neither a file nor a folder" if path.exists()
+        else "which does not exist"
+    )  # fmt: skip
+    raise ValueError(f"the tensor file is {shown(text)}, {problem}; give a .npy or .safetensors file.")
 
 
 def _read_npy(path: Path) -> Tensor:
@@ -102,10 +120,12 @@ def _read_safetensors(path: Path, name: str) -> Sample:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             names = sorted(file.keys())
-            if not names or (not name and len(names) > 1) or (name and name not in names):
+            if not names:
+                raise ValueError(f"{path.name} holds no tensor; write one into it with safetensors' save_file.")
+            if (not name and len(names) > 1) or (name and name not in names):
                 listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if names[_LISTED:] else "")
                 raise ValueError(
-                    f"{path.name} holds {listed or 'no tensor'}, asked for was {name or 'none by name'}; "
+                    f"{path.name} holds {listed}, asked for was {name or 'none by name'}; "
                     f"write {path.name}:NAME with one of them."
                 )
             name = name or names[0]
@@ -208,24 +228,36 @@ def capture(
         epoch += 1
 
 
+def capture_config(model: str, settings: Mapping[str, Any]) -> RunConfig:
+    """What the command captures from: digits, scaled to 32 pixels or what the network needs; `settings` change that.
+
+    Raises ValueError for settings that a capture does not read, and for what RunConfig refuses.
+    """
+    unread = [key for key in settings if key not in CAPTURE_READS or key == "model"]
+    if unread:
+        allowed = ", ".join(key for key in CAPTURE_READS if key != "model")
+        raise ValueError(
+            f"{unread[0]} does not change what is captured; allowed: {allowed}. The network is --model's, the learning "
+            "rate stays as it is, and --threads are those of the measurement too."
+        )
+    smallest = MODELS[model].smallest_image if model in MODELS else 0
+    return config_from_dict({"image_size": max(32, smallest), "schedule": "constant", **settings, "model": model})
+
+
 def captured(
-    model: str,
+    config: RunConfig,
     layer: str | None,
     num_steps: int,
-    settings: Mapping[str, Any],
     should_stop: Callable[[], bool],
     progress: Callable[[int, int, str], None],
 ) -> Sample | None:
-    """One layer's input from a short training on digits, scaled to 32 pixels; `settings` change that.
-
-    `layer` None takes the convolution in the middle. None where it was stopped. Raises as `capture` does.
-    """
-    known = layers_by_name(model)
+    """One layer's input. None takes the convolution in the middle. None where it was stopped. Raises as `capture`."""
+    known = layers_by_name(config.model)
     convolutions = [name for name, operator in known.items() if operator == "conv2d"]
-    given = {"image_size": max(32, MODELS[model].smallest_image), "schedule": "constant", **settings, "model": model}
+    chosen = convolutions[len(convolutions) // 2] if layer is None else layer
     samples = capture(
-        config_from_dict(given), num_steps, [layer or convolutions[len(convolutions) // 2]], should_stop=should_stop,
-        progress=lambda done, total: progress(done, total, f"training {model}"),
+        config, num_steps, [chosen], should_stop=should_stop,
+        progress=lambda done, total: progress(done, total, f"training {config.model}"),
     )  # fmt: skip
     return samples[0] if samples else None
 
@@ -236,14 +268,17 @@ def bounds_of(
     """The kind that the bounds count in ("rule" where None is given and the sample has one, else "range_rel"), and the
     bound behind each number, in rising order.
 
-    Raises ValueError where the rule is asked of a tensor that was not captured, a channel of one that was, and for
-    numbers that are no bound above 0.
+    0 asks for lossless storage and infinity for any finite values, also where the rule or the range is 0. Raises
+    ValueError where the rule is asked of a tensor that was not captured, a channel of one that was, and for numbers
+    that are no bound or are given twice.
     """
     kind = kind or ("rule" if sample.rule_bound else "range_rel")
-    numbers = sorted({float(number) for number in numbers or DEFAULT_BOUNDS[kind]})
-    wrong = [number for number in numbers if not 0 < number < math.inf]
-    if wrong:
-        raise ValueError(f"one of the bounds is {wrong[0]:g}; allowed: finite numbers above 0.")
+    numbers = sorted(float(number) for number in numbers or DEFAULT_BOUNDS[kind])
+    for place, number in enumerate(numbers):
+        if not number >= 0:
+            raise ValueError(f"one of the bounds is {number:g}; allowed: numbers from 0 (lossless) to inf.")
+        if number in numbers[:place]:
+            raise ValueError(f"the bound {number:g} is given twice; write it once.")
     rule = sample.rule_bound
     if kind == "rule":
         if rule is None or channel_dim is not None:
@@ -251,7 +286,10 @@ def bounds_of(
                 "the momentum rule gives bounds to captured tensors alone, and chooses their channels; give kind "
                 "range_rel, pw_rel or abs for a file, and no channel_dim for a captured tensor."
             )
-        return kind, {number: ErrorBound("abs", rule.value * number, rule.channel_dim) for number in numbers}
+        value = torch.as_tensor(rule.value, dtype=torch.float64)
+        scaled = {number: torch.where(value > 0, value * number, 0) for number in numbers}
+        values = {number: one if one.ndim else one.item() for number, one in scaled.items()}
+        return kind, {number: ErrorBound("abs", one, rule.channel_dim) for number, one in values.items()}
     return kind, {number: ErrorBound(kind, number, channel_dim) for number in numbers}  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ class Measurement:
             code = self._process.wait()
             if code == -signal.SIGTERM:  # stopped while it was still starting
                 raise MeasurementError("Stopped before anything was measured. Press Measure to start again.")
-            if code:
+            if code not in (0, 128 + signal.SIGTERM):  # stopped, it says so in its answer
                 raise MeasurementError(_sentence(self._log()))
             found: dict[str, Any] = json.loads((self.folder / "answer.json").read_text())
         except (OSError, json.JSONDecodeError) as error:

@@ -41,7 +41,7 @@ DEFAULT_CODECS = ["error_bounded", "group_quantized", "dct", "cast", "lossless"]
 UPLOAD_HELP = "A float tensor of up to 512 MB: .npy, or .safetensors with the tensor's name below. Pickles are refused."
 CODEC_HELP = (
     "Parameters go behind the name, for example cast:dtype=float16, group_quantized:num_bits=4 or, for errors that do "
-    "not follow the values, error_bounded:dither=1."
+    "not follow the values, error_bounded:dither=true."
 )
 # Column -> its label, format and help
 COLUMNS = {
@@ -53,7 +53,7 @@ COLUMNS = {
     "context_bits": ("In context", "%.3f", "Bits a code, given the codes to the left and above."),
     "max_error": ("Largest", "%.3g", "Largest error of any finite value."),
     "rms_error": ("RMS", "%.3g", "Root of the mean squared error."),
-    "num_over_bound": ("Beyond", "%d", "Values beyond the bound."),
+    "num_over_bound": ("Beyond", "%d", "Values beyond the bound; beyond the chosen one where the codec has none."),
     "encode_gb_per_s": ("Encode", "%.2f", "GB of original values a second."),
     "decode_gb_per_s": ("Decode", "%.2f", "GB of original values a second."),
 }
@@ -121,6 +121,7 @@ def _bounds() -> list[str]:
 
 
 def _is_bound(text: str) -> bool:
+    """Unlike the command, the charts have no place for 0 and infinity: their axes are logarithms."""
     try:
         return 0 < float(text) < float("inf")
     except ValueError:
@@ -169,7 +170,8 @@ def _numbers(rows: list[dict[str, Any]], names: tuple[str, ...]) -> pd.DataFrame
 def _head(tensor: dict[str, Any]) -> None:
     number = _charts.number_text
     if tensor["source"] == "captured":
-        where = f"Input of {tensor['name']} in {tensor['model']} after {tensor['num_steps']} training steps"
+        trained = f"{tensor['num_steps']} training steps on {tensor['settings']['dataset']}"
+        where = f"Input of {tensor['name']} in {tensor['model']} after {trained}"
     else:
         where = tensor["name"]
     facts = [
@@ -199,16 +201,22 @@ def _show(answer: dict[str, Any]) -> None:
     results["place"] = range(len(results))
     results = results.sort_values("bound", kind="stable")  # codecs without a bound come last
     bounds = _numbers(answer["bounds"], ("bound", "order0_bits", "context_bits"))
-    rows = results.merge(bounds.drop(columns="error_bound"), how="left", on="bound")
-    measured = sorted(results["bound"].dropna().unique())
+    measured = sorted(results["bound"].dropna().unique()) or sorted(bounds["bound"])
     where, what = st.columns(2, gap="medium")
     bound = next(iter(measured), None)
     if len(measured) > 1:
         bound = where.select_slider("At the bound", measured, measured[len(measured) // 2], format_func="{:g}".format)
+    if bound is not None and "num_over_bounds" in results:  # codecs without a guarantee are judged by the chosen bound
+        place = bounds["bound"].tolist().index(bound)
+        results["num_over_bound"] = [
+            counts[place] if isinstance(counts, list) else count
+            for counts, count in zip(results["num_over_bounds"], results["num_over_bound"], strict=True)
+        ]
+    rows = results.merge(bounds.drop(columns="error_bound"), how="left", on="bound")
     here = rows[(rows["bound"] == bound) | rows["bound"].isna()]
     codec = what.selectbox("Codec", here["codec"].tolist())
     row = here[here["codec"] == codec].iloc[0]
-    _figures(row)
+    _figures(row, bound)
     axis = KINDS[tensor["kind"]].axis
     _widgets.chart("Bits a value", lambda: _codec_charts.bits_over_bound(results, bounds, axis), key="bits")
     left, right = st.columns(2, gap="medium")
@@ -232,14 +240,15 @@ def _errors(row: dict[str, Any], color: str) -> None:
         return
     with st.container(border=True):
         st.markdown("**Errors**")
-        st.caption(f"{_widgets.plain(row['codec'])} gave every value back as it was.")
+        st.caption(f"{_widgets.plain(row['codec'])} gave every value back as it was. {row['note']}")
 
 
-def _figures(row: pd.Series) -> None:
+def _figures(row: pd.Series, bound: float | None) -> None:
     def bits(name: str) -> str:
         return _charts.ABSENT if pd.isna(row[name]) else f"{row[name]:.3f}"
 
-    beyond = f"{row['num_over_bound']:,.0f} values beyond the bound." if row["bound"] > 0 else None
+    judged = bound is not None and row["guarantee"] != "exact"
+    beyond = f"{row['num_over_bound']:,.0f} values beyond the bound {bound:g}." if judged else None
     _widgets.figures(
         [
             ("Ratio", _charts.number_text(row["compression_ratio"], "x"), "Original by held bytes."),

@@ -148,7 +148,7 @@ class Codec(ABC):
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
     exact_for: ClassVar[str] = ""
-    """What an `unbounded` codec gives back exactly instead, in words."""
+    """What an `unbounded` codec stores without loss instead, in words."""
 
     @abstractmethod
     def encode(self, tensor: Tensor, bound: float | ErrorBound | None = None, *, sign_exact: bool = False) -> Encoded:

@@ -63,7 +63,7 @@ class CastCodec(Codec):
 
     name = "cast"
     guarantee = "unbounded"
-    exact_for = "tensors whose dtype is not larger than its format"
+    exact_for = "what has no larger dtype than its format"
 
     def __init__(self, dtype: str = "float8_e4m3fn") -> None:
         self._dtype = check_codec_params(self.name, {"dtype": dtype})["dtype"]

@@ -65,7 +65,7 @@ class DctCodec(Codec):
 
     name = "dct"
     guarantee = "unbounded"
-    exact_for = "tensors with values that are not finite, and such as are no maps of 4x4 or more in 4 dimensions"
+    exact_for = "what holds values that are not finite, and what is not 4-D with maps of 4x4 or more"
 
     def __init__(self, quality: int = 80) -> None:
         self._quality = check_codec_params(self.name, {"quality": quality})["quality"]

@@ -72,7 +72,7 @@ class GroupQuantizedCodec(Codec):
 
     name = "group_quantized"
     guarantee = "unbounded"
-    exact_for = "groups of equal values, and tensors that would not become smaller"
+    exact_for = "groups of equal values, and what would not become smaller"
 
     def __init__(self, num_bits: int = 2, seed: int = 0) -> None:
         checked = check_codec_params(self.name, {"num_bits": num_bits, "seed": seed})

@@ -93,6 +93,7 @@ def test_a_share_of_the_range_is_of_the_finite_values_of_the_channel():
     x = torch.tensor([[0.0, 4.0, NAN], [1.0, 1.0, INF], [NAN, NAN, NAN]])
     assert absolute_bound(x, ErrorBound("range_rel", 0.5)).item() == 2
     assert absolute_bound(x, ErrorBound("range_rel", 0.5, channel_dim=0)).flatten().tolist() == [2, 0, 0]
+    assert absolute_bound(x, ErrorBound("range_rel", INF, channel_dim=0)).flatten().tolist() == [INF, 0, 0]
     with pytest.raises(ValueError, match="channel_dim is 2, but the tensor has shape"):
         absolute_bound(x, ErrorBound("abs", 1.0, channel_dim=2))
 
@@ -208,17 +209,72 @@ def test_what_was_measured_before_a_stop_stays():
     assert found["stopped"] and len(found["bounds"]) == 2 and [row["bound"] for row in found["results"]] == [0.1]
 
 
-def test_a_bound_of_zero_leaves_no_codes_to_count():
+def test_bounds_without_codes_that_can_be_counted_have_no_entropy():
     assert codec_bench.entropies(torch.ones(4), ErrorBound("range_rel", 0.1), False)["order0_bits"] is None
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    for kind in ("abs", "range_rel", "pw_rel"):
+        for value in (0.0, 1e-300, math.inf):
+            assert set(codec_bench.entropies(x, ErrorBound(kind, value), False).values()) == {None}
+    of_channels = ErrorBound("abs", torch.tensor([1e-300, 1.0]), channel_dim=0)
+    assert codec_bench.entropies(x.view(2, 500), of_channels, False)["order0_bits"] is None
+    coarse = codec_bench.entropies(x, ErrorBound("abs", 1e30), False)
+    assert [f"{bits:.3f}" for bits in coarse.values()] == ["0.000", "0.000"]
+
+
+@pytest.mark.parametrize("kind", ["abs", "range_rel", "pw_rel"])
+def test_a_bound_of_zero_is_lossless_and_an_infinite_one_allows_anything_finite(kind):
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    bounds = {value: ErrorBound(kind, value) for value in (0.0, math.inf)}
+    exact, free = codec_bench.measure(x, ["error_bounded"], bounds, repetitions=1)["results"]
+    assert exact["max_error"] == exact["num_over_bound"] == free["num_over_bound"] == 0
+    assert free["max_error"] > 0 and free["compression_ratio"] > 2 * exact["compression_ratio"]
+    assert sum(free["histogram"]) == x.numel() and free["histogram_unit"] == free["max_error"]
+
+
+def test_an_infinite_bound_does_not_allow_values_to_be_lost():
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert codec_bench.num_over_bound(x, torch.tensor([1.0, INF, NAN]), torch.tensor(INF)) == 2
+
+
+def test_codecs_without_a_guarantee_are_held_against_every_bound():
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    bounds = {value: ErrorBound("abs", value) for value in (1e-6, 0.01, 10.0)}
+    found = codec_bench.measure(x, ["cast", "sparse", "error_bounded"], bounds, repetitions=1)
+    (cast,) = (row for row in found["results"] if "num_over_bounds" in row)
+    codec = codec_bench.codec_of("cast")
+    error = (codec.decode(codec.encode(x)) - x).abs()
+    assert cast["codec"] == "cast" and cast["note"] == ""
+    assert cast["num_over_bounds"] == [int((error > value).sum()) for value in bounds]
+    assert cast["num_over_bounds"][0] > cast["num_over_bounds"][1] > cast["num_over_bounds"][2] == 0
+
+
+def test_a_codec_that_became_lossless_says_when_it_does():
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 0, 0] = NAN
+    (row,) = codec_bench.measure(x, ["dct"], {}, repetitions=1)["results"]
+    assert row["max_error"] == 0 and "without loss what holds values that are not finite" in row["note"]
+
+
+def test_parameters_of_a_codec_are_read_by_their_kind():
+    for params in ("dither=True,seed=3", "dither=true, seed=3", "seed=3,dither=1"):
+        codec = codec_bench.codec_of(f"error_bounded:{params}")
+        assert (codec.dither, codec.seed) == (True, 3)
+    assert codec_bench.codec_of("error_bounded:dither=False").dither is False
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("zip", "codec is 'zip'; allowed: error_bounded"),
+        ("zip", r"codec is 'zip'; allowed: [^:]*, lossless\.$"),
         ("sign_mask", "restores what one backward reads, not values; allowed: error_bounded"),
-        ("dct:quality", "write name, or name:key=value"),
-        ("dct:speed=1", "parameters of codec 'dct' are speed; allowed: quality"),
+        ("dct:quality", "'quality' has no value; write key=value,key=value"),
+        ("dct:speed=1", "'speed' is no parameter of codec 'dct'; allowed: quality"),
+        ("dct:quality=80,quality=90", "quality is given twice"),
+        ("lossless:level=3", "allowed: none, it has none"),
+        ("error_bounded:dither=maybe", "dither is 'maybe'; allowed: False, True"),
+        ("error_bounded:seed=--5", "seed is '--5'; allowed: a whole number from 0"),
+        ("error_bounded:seed=" + "9" * 5000, r"seed is '9+\.\.\.9+'; allowed"),
+        ("zip" * 50, r"codec is 'zip.*\.\.\..*zip'; allowed"),
     ],
 )
 def test_a_codec_that_cannot_be_measured_is_refused_with_a_sentence(text, sentence):

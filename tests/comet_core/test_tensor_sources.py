@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import pickle
 import struct
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from comet_core import tensor_sources
 from comet_core.codecs.base import ErrorBound
 from comet_core.config import RunConfig
-from comet_core.tensor_sources import Sample, bounds_of, capture, read_tensor
+from comet_core.tensor_sources import CAPTURE_READS, Sample, bounds_of, capture, capture_config, read_tensor
 
 SMALL = dict(dataset="digits", model="resnet20", batch_size=16, schedule="constant")
 
@@ -38,6 +39,13 @@ def test_a_tensor_of_a_safetensors_file_is_found_by_name(tmp_path):
     for text in ("x.safetensors", "x.safetensors:d"):
         with pytest.raises(ValueError, match=r"holds a, b:c, asked for was (none by name|d); write"):
             read_tensor(f"{tmp_path}/{text}")
+
+
+def test_names_of_files_and_tensors_may_have_colons_in_them(tmp_path):
+    save_file({"a": torch.ones(2), "b:c": torch.zeros(4)}, tmp_path / "x:y.safetensors")
+    assert read_tensor(f"{tmp_path}/x:y.safetensors:b:c").name == "x:y.safetensors:b:c"
+    np.save(tmp_path / "x:y.npy", np.ones(3))
+    assert read_tensor(f"{tmp_path}/x:y.npy").tensor.tolist() == [1, 1, 1]
 
 
 def npy_with_header(header: str) -> bytes:
@@ -107,10 +115,29 @@ def test_a_broken_safetensors_file_and_one_of_whole_numbers_are_refused(tmp_path
         read_tensor(str(path))
 
 
-@pytest.mark.parametrize("text", ["nothing.npy", "", "nothing.safetensors:a", ":"])
+@pytest.mark.parametrize("text", ["nothing.npy", "nothing.safetensors:a", ":"])
 def test_a_missing_file_is_named(text):
     with pytest.raises(ValueError, match=r"the tensor file is '.*', which does not exist"):
         read_tensor(text)
+
+
+def test_what_is_no_file_is_called_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "fifo.npy")
+    for text, words in (
+        ("", "is '', an empty name"),
+        (str(tmp_path), "', a folder; give"),
+        (f"{tmp_path}/fifo.npy", "neither a file nor a folder"),
+        ("x" * 5000, "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_tensor(text)
+
+
+def test_a_safetensors_file_without_tensors_says_so(tmp_path):
+    save_file({}, tmp_path / "x.safetensors")
+    for text in ("x.safetensors", "x.safetensors:a"):
+        with pytest.raises(ValueError, match=r"^x\.safetensors holds no tensor; write one"):
+            read_tensor(f"{tmp_path}/{text}")
 
 
 def test_another_kind_of_file_says_which_are_allowed(tmp_path):
@@ -183,7 +210,7 @@ def test_a_capture_that_cannot_be_made_is_refused_with_a_sentence(change, layers
 def test_the_rules_bounds_are_multiples_and_files_have_other_kinds():
     x = torch.ones(2, 3)
     rule = Sample(name="a", tensor=x, rule_bound=ErrorBound("abs", torch.tensor([1.0, 2.0, 3.0]), channel_dim=1))
-    kind, bounds = bounds_of(rule, numbers=[4, 1, 4])
+    kind, bounds = bounds_of(rule, numbers=[4, 1])
     assert kind == "rule" and list(bounds) == [1.0, 4.0] and bounds[4.0].value.tolist() == [4, 8, 12]
     file = Sample(name="a", tensor=x)
     kind, bounds = bounds_of(file, channel_dim=-1)
@@ -193,11 +220,36 @@ def test_the_rules_bounds_are_multiples_and_files_have_other_kinds():
     for sample, options, sentence in (
         (file, {"kind": "rule"}, "gives bounds to captured tensors alone"),
         (rule, {"channel_dim": 1}, "no channel_dim for a captured tensor"),
-        (file, {"numbers": [0.1, math.nan]}, "one of the bounds is nan; allowed: finite numbers above 0"),
-        (file, {"numbers": [0.0]}, "one of the bounds is 0"),
+        (file, {"numbers": [0.1, math.nan]}, "one of the bounds is nan; allowed: numbers from 0"),
+        (file, {"numbers": [-1.0]}, "one of the bounds is -1"),
+        (file, {"numbers": [0.1, 2, 1e-1]}, r"the bound 0\.1 is given twice"),
     ):
         with pytest.raises(ValueError, match=sentence):
             bounds_of(sample, **options)
+
+
+def test_the_rule_times_nothing_and_times_infinity_are_bounds_too():
+    x = torch.ones(2, 2)
+    norm = Sample(name="a", tensor=x, rule_bound=ErrorBound("abs", torch.tensor([0.0, 2.0]), channel_dim=1))
+    nothing, anything = bounds_of(norm, numbers=[0, math.inf])[1].values()
+    assert (nothing.value.tolist(), anything.value.tolist()) == ([0, 0], [0, math.inf])
+    still = Sample(name="a", tensor=x, rule_bound=ErrorBound("abs", 0.0))
+    assert [bound.value for bound in bounds_of(still, numbers=[0, math.inf])[1].values()] == [0, 0]
+
+
+def test_settings_that_a_capture_does_not_read_are_refused():
+    for key in ("policy", "epochs", "schedule", "num_threads", "model"):
+        with pytest.raises(ValueError, match=f"{key} does not change what is captured; allowed: dataset"):
+            capture_config("resnet20", {key: 1})
+    given = capture_config("alexnet", {"seed": 3})
+    assert (given.seed, given.image_size, given.dataset, given.schedule) == (3, 64, "digits", "constant")
+
+
+def test_the_settings_of_a_capture_are_all_that_decides_it():
+    given = RunConfig(**{**SMALL, "seed": 2, "learning_rate": 0.05, "augment": False, "max_steps_per_epoch": 1})
+    same = RunConfig(**{name: getattr(given, name) for name in CAPTURE_READS})
+    (one,), (other,) = (capture(config, 2, ["conv"]) for config in (given, same))
+    assert torch.equal(one.tensor, other.tensor) and one.rule_bound == other.rule_bound
 
 
 def test_facts_are_of_the_finite_values():

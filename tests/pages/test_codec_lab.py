@@ -77,6 +77,27 @@ def test_a_capture_is_measured_and_drawn(open_page, comet_home):
     assert "lossless gave every value back as it was." in texts(app)
 
 
+def test_codecs_without_a_guarantee_are_judged_by_the_chosen_bound(open_page):
+    app = ended(press(asked(open_page, ["error_bounded", "cast"], bounds="1 1000"), "Measure"))
+    (row,) = (row for row in app.session_state["lab_answer"]["results"] if row["codec"] == "cast")
+    fine, coarse = row["num_over_bounds"]
+    assert fine > coarse
+    app.selectbox[-1].select("cast").run()
+    assert app.metric[-1].help == f"{coarse:,} values beyond the bound 1000."
+    app.select_slider[0].set_value(1.0).run()
+    assert app.metric[-1].help == f"{fine:,} values beyond the bound 1."
+    shown = app.dataframe[0].value
+    assert shown["num_over_bound"][shown["codec"] == "cast"].tolist() == [fine]
+
+
+def test_a_codec_that_became_lossless_says_when_it_does(open_page):
+    app = ended(press(asked(open_page, ["dct"]), "Measure"))
+    answer = app.session_state["lab_answer"]
+    answer["results"][0] |= {"histogram": None, "note": "It stores without loss what is not finite."}
+    app.run()
+    assert "dct gave every value back as it was. It stores without loss what is not finite." in texts(app)
+
+
 def test_an_error_of_the_measurement_is_its_sentence(open_page, comet_home):
     app = ended(press(asked(open_page, ["cast:dtype=<b>int4</b>"]), "Measure"))
     assert app.error[0].value.startswith(r"dtype is \'\<b\>int4")
