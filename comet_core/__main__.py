@@ -130,22 +130,21 @@ def _check_output(output: Path | None) -> None:
     """Raise ValueError where --json cannot be written; said before the work, which may take hours."""
     if output is None:
         return
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--json is {str(output)!r}, but {output.absolute().parent} is no folder; make it first.")
-    if output.is_dir():
-        raise ValueError(f"--json is {str(output)!r}, which is a folder; name a file in it.")
-    new = not output.exists()
+    given = f"--json is {config.shown(str(output))}"
     try:
+        if not output.absolute().parent.is_dir():
+            raise ValueError(f"{given}, but {output.absolute().parent} is no folder; make it first.")
+        if output.is_dir():
+            raise ValueError(f"{given}, which is a folder; name a file in it.")
+        new = not output.exists()
         if new or output.is_file():
             output.open("a").close()
         elif not os.access(output, os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission")
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if new:
+            output.resolve().unlink()  # of a link, what it points to
     except OSError as error:
-        raise ValueError(
-            f"--json is {str(output)!r}, which cannot be written ({error.strerror}); name another file."
-        ) from error
-    if new:
-        output.resolve().unlink()  # of a link, what it points to
+        raise ValueError(f"{given}, which cannot be written ({error.strerror}); name another file.") from error
 
 
 def _write(output: Path | None, values: dict[str, Any]) -> bool:
