@@ -133,6 +133,7 @@ def test_the_menus_name_what_the_registries_hold():
     assert set(config.POLICIES) == set(POLICIES)
     assert set(config.CONTROLLERS) == set(CONTROLLERS)
     assert set(config.CODECS) <= set(codecs.CODECS)
+    assert config.CODECS.keys() == config.CODEC_PARAMS.keys()
 
 
 def test_importing_the_package_its_config_and_its_metrics_does_not_load_torch():
