@@ -291,6 +291,8 @@ def check_codec_params(codec: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError with a sentence for an unknown one and for a value of another type or range.
     """
+    if not isinstance(params, Mapping):
+        raise ValueError(f"codec_params is {shown(params)}; allowed: a dict, such as {{'dither': True}}.")
     known, checked = CODEC_PARAMS[codec], {}
     for name, given in params.items():
         if name not in known:

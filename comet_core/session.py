@@ -74,6 +74,7 @@ def attach(
         error_bound=error_bound,
         collect_every=collect_every,
     )
+    params = config.check_codec_params(codec, {} if codec_params is None else codec_params)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
@@ -98,7 +99,7 @@ def attach(
         }
         chosen: MemoryPolicy = CompressPolicy(
             controller=CONTROLLERS[controller](**rules[controller]),
-            codec=codecs.get_codec(codec, **(codec_params or {})),
+            codec=codecs.get_codec(codec, **params),
             collect_every=collect_every,
             grad_scaler=grad_scaler,
         )

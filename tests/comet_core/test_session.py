@@ -263,7 +263,11 @@ def test_forgetting_step_is_said_once_and_accumulation_is_not_mistaken_for_it():
         ({"norm_budget": float("nan")}, "norm_budget is nan"),
         ({"collect_every": 0}, "collect_every is 0"),
         ({"codec": "zip"}, "codec is 'zip'"),
-        ({"codec_params": {"level": 99}}, "level"),
+        ({"codec_params": {"level": 99}}, "'level' is no parameter of codec 'error_bounded'; allowed: dither, seed"),
+        ({"codec_params": {1: 2}}, "1 is no parameter"),
+        ({"codec_params": "dither=true"}, "codec_params is 'dither=true'; allowed: a dict"),
+        ({"codec_params": ["dither"]}, r"codec_params is \['dither'\]; allowed: a dict"),
+        ({"policy": "baseline", "codec_params": {"dither": 3}}, "dither is 3; allowed: False, True"),
     ],
 )
 def test_a_wrong_option_is_refused_and_leaves_no_hook(options, words):
