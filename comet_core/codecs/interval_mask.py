@@ -12,6 +12,7 @@ from torch import Tensor
 
 from comet_core.codecs.base import Codec, DamagedRecord, Encoded, ErrorBound, dense_of, empty_like_record
 from comet_core.codecs.sign_mask import SignMaskCodec
+from comet_core.config import as_plain, shown
 
 
 class IntervalMaskCodec(Codec):
@@ -25,8 +26,10 @@ class IntervalMaskCodec(Codec):
     guarantee = "pattern"
 
     def __init__(self, low: float = 0.0, high: float = 6.0) -> None:
-        if not -math.inf < low < high:
-            raise ValueError(f"the interval is from {low!r} to {high!r}; allowed: a finite low below high.")
+        low, high = as_plain(low), as_plain(high)
+        numbers = isinstance(low, int | float) and isinstance(high, int | float)
+        if not numbers or not -math.inf < low < high:
+            raise ValueError(f"the interval is from {shown(low)} to {shown(high)}; allowed: a finite low below high.")
         self.low, self.high = float(low), float(high)
         self._mask = SignMaskCodec()
 

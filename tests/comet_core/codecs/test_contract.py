@@ -140,7 +140,8 @@ def test_a_record_of_another_codec_is_refused(name):
 def test_registry_names_match_and_unknown_names_and_parameters_are_refused():
     assert all(name == codec.name for name, codec in CODECS.items())
     for name, params in (("zip", {}), ("lossless", {"level": 3}), ("window_index", {"kernel_size": (2, 2)}),
-                         (["lossless"], {}), ("window_index", {**PARAMS["window_index"], "stride": 2}),
+                         (["lossless"], {}), ("interval_mask", {"low": "0"}), ("interval_mask", {"high": [6.0]}),
+                         ("window_index", {**PARAMS["window_index"], "stride": 2}),
                          ("window_index", {**PARAMS["window_index"], "stride": (2.0, 2.0)})):  # fmt: skip
         with pytest.raises(ValueError, match="allowed"):
             get_codec(name, **params)
