@@ -36,7 +36,7 @@ from comet_core.codecs.base import (
     flat_of,
     tensor_part,
 )
-from comet_core.codecs.grids import FLOATS, from_levels_part, grid_of, levels_part
+from comet_core.codecs.grids import FLOATS, from_levels_part, grid_of, levels_part, middles_of
 from comet_core.codecs.kernels import error_bounded_of, reference
 from comet_core.codecs.kernels.chunks import run_chunks
 from comet_core.codecs.kernels.contexts import sample_starts, tables_of
@@ -69,6 +69,7 @@ class _Meta:
 class _Choices:
     layout: Layout
     tables: Tables
+    middles: tuple[np.ndarray, np.ndarray]
 
 
 class ErrorBoundedCodec(Codec):
@@ -93,8 +94,10 @@ class ErrorBoundedCodec(Codec):
         return self.encode_as(tensor, bound, None, sign_exact=sign_exact)
 
     def choices_of(self, encoded: Encoded) -> Any:
-        meta = encoded.meta
-        return _Choices(meta.layout, Tables.unpack(encoded.parts[1])) if isinstance(meta, _Meta) else None
+        if not isinstance(encoded.meta, _Meta):
+            return None
+        grid, tables, _ = _checked(encoded)
+        return _Choices(encoded.meta.layout, tables, middles_of(grid))
 
     def encode_as(
         self, tensor: Tensor, bound: float | ErrorBound | None, choices: Any, *, sign_exact: bool = False
@@ -102,11 +105,12 @@ class ErrorBoundedCodec(Codec):
         dense, checked = dense_of(tensor), as_error_bound(bound)
         if checked.kind == "pw_rel":
             return encode_octaves(self, dense, checked) or self.record(dense, encode_exactly(dense))
-        grid = grid_of(dense, checked, sign_exact)
+        layout = layout_of(dense)
+        known = isinstance(choices, _Choices) and choices.layout == layout
+        grid = grid_of(dense, checked, sign_exact, choices.middles if known else None)
         if grid is not None:
-            layout = layout_of(dense)
             tables: Tables | None
-            if isinstance(choices, _Choices) and choices.layout == layout and not self.dither:
+            if known and not self.dither:
                 tables = choices.tables
             else:
                 grid, tables = self._chosen(dense, grid, layout)
@@ -139,7 +143,7 @@ class ErrorBoundedCodec(Codec):
         num_escapes, num_missed, parts = zip(*(group for task in found for group in task), strict=True)
         levels, exponent = levels_part(grid)
         meta = _Meta(grid.inner, grid.sign_exact, grid.key, exponent, layout, num_escapes, num_missed)
-        return self.record(dense, (levels, tables.pack(), *parts), meta)
+        return self.record(dense, (levels, tables.packed, *parts), meta)
 
     def _encode_finely(self, dense: Tensor, bound: ErrorBound, grid: Grid, sign_exact: bool) -> Encoded | None:
         limit = grid.limit.double().cpu()

@@ -25,8 +25,10 @@ _FEW_VALUES = 1 << 15
 
 
 @np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
-def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
-    """The quantiser's grid; None where storage has to be lossless."""
+def grid_of(
+    dense: Tensor, bound: ErrorBound, sign_exact: bool, middles: tuple[np.ndarray, np.ndarray] | None = None
+) -> Grid | None:
+    """The quantiser's grid; None where storage has to be lossless. `middles`: those of an earlier tensor, to save time."""
     num_channels, inner = channels_of(dense, bound)
     if dense.dtype not in FLOATS or dense.numel() == 0:
         return None
@@ -57,11 +59,12 @@ def grid_of(dense: Tensor, bound: ErrorBound, sign_exact: bool) -> Grid | None:
         step = np.ldexp(np.floor(np.ldexp(mantissa, _HALF_BITS)), exponent - _HALF_BITS)
     offset = np.zeros_like(step)
     if bound.channel_dim is not None and not sign_exact:
-        middles, has_zeros = _middles(dense, num_channels, inner, step)
-        offset = middles / step
+        if middles is None or len(middles[0]) != num_channels:
+            middles = _middles(dense, num_channels, inner, step)
+        offset = middles[0] / step
         # A level at the middle leaves none at zero, so each zero would be kept as it is. Fractions of large offsets
         # would be lost in the rounding of levels; whole numbers are exact up to 2**21.
-        whole = has_zeros | (np.abs(offset) > _MOST_FRACTION)
+        whole = middles[1] | (np.abs(offset) > _MOST_FRACTION)
         offset = np.where(whole, np.clip(np.rint(offset), -(2.0**21), 2.0**21), offset.astype(np.float16)).astype(work)
     # A distance computed in float32 is off by one part in 2**24; in float64 it is what the bound is defined by.
     limit = absolute if work == np.float64 else _rounded_down(absolute * (1 - 2.0**-23), work)
@@ -80,12 +83,15 @@ def _rounded_down(values: np.ndarray, dtype: Any) -> np.ndarray:
 
 def levels_part(grid: Grid) -> tuple[Tensor, int | None]:
     """Steps and offsets (2, C): float16 and the exponent of the steps' unit where that is exact, else as they are."""
-    _, exponent = math.frexp(grid.step.max().item())
+    step, offset = (entry.cpu().numpy() for entry in (grid.step, grid.offset))
+    _, exponent = math.frexp(step.max())
     exponent = max(exponent - 15, -1022)  # so that the largest is just within float16, and the unit's inverse finite
-    halves = torch.stack((grid.step.double() * 2.0**-exponent, grid.offset.double())).half()
-    step, offset = from_levels_part(halves, exponent, grid.step.dtype)
-    if torch.equal(step, grid.step) and torch.equal(offset, grid.offset):
-        return halves, exponent
+    levels = np.empty((2, len(step)))
+    levels[0], levels[1] = step * 2.0**-exponent, offset
+    with np.errstate(over="ignore", under="ignore"):
+        halves = levels.astype(np.float16)
+    if (halves == levels).all():
+        return torch.from_numpy(halves).to(grid.step.device), exponent
     return torch.stack((grid.step, grid.offset)), None
 
 
@@ -93,6 +99,12 @@ def from_levels_part(part: Tensor, exponent: int | None, work: torch.dtype) -> t
     """The inverse of levels_part: steps and offsets in the working dtype."""
     step, offset = part.unbind()
     return (step if exponent is None else step.double() * 2.0**exponent).to(work), offset.to(work)
+
+
+def middles_of(grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+    """(C,) float64: where a grid's levels lie, and whether they are to stay at whole steps."""
+    offset = grid.offset.double().cpu().numpy()
+    return offset * grid.step.double().cpu().numpy(), offset == np.rint(offset)
 
 
 def _middles(dense: Tensor, num_channels: int, inner: int, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

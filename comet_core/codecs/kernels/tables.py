@@ -5,7 +5,7 @@
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ MOST_PLANE = 8192
 """Planes of more values are cut into bands by rows."""
 # A thread of the CPU does more between two turns with the interpreter the longer its bands are; a GPU wants many bands.
 _LONGEST_BAND = {"cpu": 16384, "cuda": 4096}
+_MOST_UNPACKED = 512
+"""Tables of so many layers, a few KiB each, are checked once and not for every record that has them."""
 _HEADER = struct.Struct("<?bBBBB")
 
 
@@ -107,7 +109,8 @@ class Tables:
         """What has to be taken from code - p, modulo 256."""
         return (self.low - 1) % 256
 
-    def pack(self) -> bytes:
+    @cached_property
+    def packed(self) -> bytes:
         """The tables as bytes, see `unpack`."""
         num_tables, num_symbols = self.frequencies.shape
         levels = len(self.first_levels), len(self.second_levels)
@@ -117,8 +120,9 @@ class Tables:
         return header + b"".join(array.tobytes() for array in arrays)
 
     @staticmethod
+    @lru_cache(maxsize=_MOST_UNPACKED)
     def unpack(data: bytes) -> "Tables":
-        """The inverse of `pack`. Raises DamagedRecord for other bytes."""
+        """The inverse of `packed`. Raises DamagedRecord for other bytes."""
         if len(data) < _HEADER.size:
             raise DamagedRecord(f"its tables have {len(data)} bytes")
         predicts, low, num_first, num_second, last_symbol, num_tables = _HEADER.unpack_from(data)
@@ -143,7 +147,7 @@ class Tables:
         slots = self.frequencies.astype(np.uint32) << 16 | first
         return self.contexts.astype(np.uint32) * np.uint32(self.frequencies.shape[1]), slots.ravel()
 
-    @cached_property
+    @property
     def for_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """context_of (256,) and slots (K * SLOTS,) uint32: symbol | (slot - first slot) << 12 | frequency << 22."""
         return self.contexts.astype(np.uint32) * np.uint32(SLOTS), _slots_for_decoding(self.frequencies)

@@ -164,7 +164,7 @@ def test_the_twin_codes_bands_as_the_reference_does(shape, num_codes, memory_for
     sample = np.stack([wide[start : start + length] for start in starts])
     tables = tables_of(sample, layout, len(wide))
     assert tables is not None
-    again = Tables.unpack(tables.pack())
+    again = Tables.unpack(tables.packed)
     fields = [field.name for field in dataclasses.fields(Tables)]
     assert all(np.array_equal(getattr(again, name), getattr(tables, name)) for name in fields)
     # The last two groups, one of which may be cut short: the reference takes its time.
