@@ -154,11 +154,11 @@ def test_a_record_that_two_operators_share_is_decoded_once_and_then_given_back(m
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
     batch = torch.randn(4, 3, 20, 20)
     plain = gradients(model, batch)
-    with compressed(model) as session:
+    with compressed(model, bound=0.02) as session:  # coarse: in one plane
         gradients(model, batch)
         session.step()
         decoded = decoding(monkeypatch)
-        assert_close(gradients(model, batch), plain)
+        assert_close(gradients(model, batch), plain, rtol=0.1)
         assert len(decoded) == 2, "one for each ReLU and the convolution behind it"
         session.step()
         assert all(reference() is None for reference in decoded)
@@ -181,7 +181,7 @@ def test_what_was_decoded_is_not_used_again_once_someone_changed_it():
 def test_a_graph_that_lives_on_keeps_nothing_decoded_beyond_its_step(monkeypatch):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     batch = torch.randn(4, 3, 20, 20)
-    with compressed(model) as session:
+    with compressed(model, bound=0.02) as session:  # coarse: in one plane
         gradients(model, batch)
         session.step()
         decoded = decoding(monkeypatch)
@@ -355,7 +355,10 @@ def test_sessions_coexist_nested_and_side_by_side_and_outside_stays_untouched():
 
 
 def test_forwards_in_several_threads_give_their_own_gradients():
-    models = [nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3)) for _ in range(2)]
+    models = [
+        nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
+        for _ in range(2)
+    ]
     batch = torch.randn(4, 3, 12, 12)
     expected = [gradients(copy.deepcopy(net), batch) for net in models]
     both = nn.ModuleList(models)
