@@ -180,7 +180,7 @@ class Run:
             return hook
 
         def watch_norm(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            def hook(module: Any, args: Any, output: torch.Tensor) -> None:
                 deviation = args[0].detach().double().std((0, 2, 3)) if module.training else module.running_var.sqrt()
 
                 def add(gradient: torch.Tensor) -> None:
