@@ -229,6 +229,18 @@ def test_norms_whose_channels_are_other_elements_of_one_storage_keep_their_own_b
         assert ((tensor - true).abs().amax(0) <= true.std(0, correction=0)).all()
 
 
+@pytest.mark.parametrize("codec", ["lossless", "error_bounded"])
+def test_what_was_changed_in_place_since_is_another_record(fresh, codec):
+    """Plain autograd refuses to go back here; with the old content stored there is no reason to."""
+    net = Lambda(lambda p, x: p[1](h := p[0](x)) + p[2](h.mul_(0)), conv(2), conv(), conv())
+    batch = batches(1, size=16)[0]
+    with comet_core.attach(net, None, codec=codec, tune_allocator=False):
+        output = net(batch)
+        assert len(records()) == 2
+        loss_of(output).backward()
+    assert net.parts[1].weight.grad.abs().min() > 0 and not net.parts[2].weight.grad.any()
+
+
 def test_an_address_that_a_record_set_free_is_used_again_and_not_mistaken_for_the_old_tensor():
     net = LOOPS["a deep chain of equal sizes"]()
     addresses, tensors = [], []
