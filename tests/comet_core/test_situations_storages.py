@@ -234,7 +234,8 @@ def test_what_was_changed_in_place_since_is_another_record(fresh, codec):
     """Plain autograd refuses to go back here; with the old content stored there is no reason to."""
     net = Lambda(lambda p, x: p[1](h := p[0](x)) + p[2](h.mul_(0)), conv(2), conv(), conv())
     batch = batches(1, size=16)[0]
-    with comet_core.attach(net, None, codec=codec, tune_allocator=False):
+    options = {"controller": "fixed", "error_bound": BOUND, "codec": codec}
+    with comet_core.attach(net, None, tune_allocator=False, **options):
         output = net(batch)
         assert len(records()) == 2
         loss_of(output).backward()
