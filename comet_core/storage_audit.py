@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import Node
 
 from comet_core.operators import storage_of
@@ -93,7 +93,7 @@ def audit(model: nn.Module, ledger: Ledger) -> StorageAudit:
     del objects
     wanted = {id(tensor): identity for identity, tensors in others.items() for tensor in tensors}
     keepers = _python_keepers(model, wanted)
-    for identity, keeper in _graph_keepers(nodes, set(handles)):
+    for identity, keeper in _graph_keepers(nodes, wanted, set(handles)):
         keepers.setdefault(identity, []).append(keeper)
     return StorageAudit(
         sorted(
@@ -203,8 +203,9 @@ def _cells(function: FunctionType) -> list[Any]:
     return cells
 
 
-def _graph_keepers(starts: list[Node], wanted: set[int]) -> Iterator[tuple[int, Keeper]]:
-    """Nodes of living graphs that keep a wanted storage past this session's hooks: operators outside the model."""
+def _graph_keepers(starts: list[Node], wanted: dict[int, int], storages: set[int]) -> Iterator[tuple[int, Keeper]]:
+    """Nodes of living graphs that keep a storage past this session's hooks: operators outside the model, and functions
+    of the user's own that put tensors on their context without saving them."""
     seen: set[Node] = set()
     while starts:
         node = starts.pop()
@@ -212,15 +213,23 @@ def _graph_keepers(starts: list[Node], wanted: set[int]) -> Iterator[tuple[int, 
             continue
         seen.add(node)
         starts += [following for following, _ in node.next_functions if following is not None]
-        for name in dir(node):
-            if not name.startswith("_raw_saved_"):
-                continue
-            try:
-                saved = getattr(node, name)
-                values = [one.data for one in (saved if isinstance(saved, list | tuple) else [saved])]
-            except (AttributeError, RuntimeError):  # backward has freed it
-                continue
-            for value in values:
-                storage = storage_of(value) if isinstance(value, Tensor) else None
-                if storage is not None and storage._cdata in wanted:
-                    yield storage._cdata, Keeper("graph", node.name(), "an operator outside the model saved it too")
+        for found in set(_reachable(getattr(node, "__dict__", {}), wanted, set(), MAX_DEPTH)):
+            yield wanted[found], Keeper("graph", node.name(), "an attribute of its context keeps it, unsaved")
+        for storage in _saved_past_hooks(node):
+            if storage._cdata in storages:
+                yield storage._cdata, Keeper("graph", node.name(), "an operator outside the model saved it too")
+
+
+def _saved_past_hooks(node: Node) -> Iterator[UntypedStorage]:
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            saved = getattr(node, name)
+            values = [one.data for one in (saved if isinstance(saved, list | tuple) else [saved])]
+        except (AttributeError, RuntimeError):  # backward has freed it
+            continue
+        for value in values:
+            storage = storage_of(value) if isinstance(value, Tensor) else None
+            if storage is not None:
+                yield storage

@@ -1,11 +1,13 @@
 """Training loops as people write them: gradients equal plain autograd's, bytes equal the truth, with any policy."""
 
 import concurrent.futures
+import gc
 import threading
 
 import pytest
 import torch
 
+import comet_core
 from tests.comet_core.situations import Table, batches, check, loss_of, network, plain_loop
 
 SITUATIONS = Table()
@@ -336,3 +338,31 @@ def _(run):
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_a_loop_of_this_kind_gets_its_gradients_and_its_bytes_are_the_truth(name):
     check(SITUATIONS[name])
+
+
+@pytest.mark.parametrize("codec", ["lossless", "error_bounded"])
+def test_threads_that_train_one_model_at_the_same_time_get_their_own_gradients(codec):
+    model = network()
+    parameters = list(model.parameters())
+    given = batches(8)
+    expected = [torch.autograd.grad(loss_of(model(batch)), parameters) for batch in given]
+    together = threading.Barrier(4)
+
+    def work(batch):
+        found = []
+        for _ in range(5):
+            together.wait()
+            found.append(torch.autograd.grad(loss_of(model(batch)), parameters))
+        return found
+
+    options = {"controller": "fixed", "error_bound": 1e-3, "codec": codec}
+    with comet_core.attach(model, None, tune_allocator=False, **options) as session:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(work, given))
+        assert session.step().saved_bytes > 0
+        gc.collect()
+        assert (session._ledger.now.saved, session._ledger.now.held) == (0, 0)
+    for found, plain in zip(results, expected, strict=True):
+        for gradients in found:
+            for one, other in zip(gradients, plain, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0 if codec == "lossless" else 0.05)

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from tests.comet_core.situations import Lambda, Table, batches, check, loss_of, network, plain_loop
 
@@ -180,6 +185,31 @@ def _(run):
     lambda p, x: p[1](checkpoint_sequential(p[0], 2, x, use_reentrant=False).flatten(1)),
     nn.Sequential(nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3)),
     nn.Linear(216, 3)))  # fmt: skip
+def _(run):
+    plain_loop(run)
+
+
+def keep_convolutions(context, operator, *args, **kwargs):
+    kept = operator is torch.ops.aten.convolution.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(respect):
+    inner = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3))
+    options = {
+        "use_reentrant": False,
+        "respect_saved_tensors_hooks": respect,
+        "context_fn": lambda: create_selective_checkpoint_contexts(keep_convolutions),
+    }
+    return Lambda(lambda p, x: p[1](checkpoint(p[0], x, **options).relu().flatten(1)), inner, nn.Linear(216, 3))
+
+
+@situation("selective checkpointing whose cache bypasses hooks", lambda: selective(False))
+def _(run):
+    plain_loop(run)
+
+
+@situation("selective checkpointing whose cache goes through hooks", lambda: selective(True))
 def _(run):
     plain_loop(run)
 

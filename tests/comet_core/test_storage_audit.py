@@ -162,6 +162,25 @@ def test_an_operator_behind_the_model_is_named():
         assert session.audit() == []
 
 
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = {"x": x}
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.kept["x"]
+
+
+def test_a_function_that_keeps_a_tensor_without_saving_it_is_named():
+    model = wide(Lambda(lambda p, x: Squares.apply(x)))
+    with attached(model) as session:
+        output = model(batches(1)[0])
+        assert found(session) == [("graph", "SquaresBackward", "an attribute of its context keeps it, unsaved")]
+        del output
+
+
 def test_the_table_has_a_line_for_each_keeper():
     model = wide(Lambda(lambda p, x: torch.erfinv(x * 0.1)))
     with attached(model) as session:
