@@ -154,7 +154,10 @@ class Session:
         epoch: int | None = None,
         learning_rate: float | None = None,
     ) -> StepMetrics:
-        """Close the iteration: statistics, bounds, metrics. Once an optimizer step, before or after `zero_grad`."""
+        """Close the iteration: statistics, bounds, metrics. Once an optimizer step, before or after `zero_grad`.
+
+        Raises ValueError where the model was compiled by torch.compile since the last one.
+        """
         refuse_compiled(self._model)
         now = time.perf_counter()
         self.num_steps += 1
