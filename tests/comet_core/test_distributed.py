@@ -100,7 +100,7 @@ def both(tmp_path_factory):
         for rank in (0, 1)
     ]  # fmt: skip
     try:
-        results = [rank.communicate(timeout=120) for rank in ranks]
+        results = [rank.communicate(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
