@@ -18,6 +18,7 @@ import contextlib
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from comet_core.codecs.interval_mask import IntervalMaskCodec
 from comet_core.codecs.lossless import LosslessCodec
 from comet_core.codecs.sign_mask import SignMaskCodec
 from comet_core.codecs.window_index import WindowIndexCodec
-from comet_core.operators import OPERATORS, Call, Kind, Need, bind, entered, is_composite, root_of, storage_of
+from comet_core.operators import OPERATORS, Call, Kind, Need, bind, entered, is_composite, root_of
 from comet_core.saved_records import (
     Entry,
     ExactHandle,
@@ -42,8 +43,12 @@ from comet_core.saved_records import (
     Ledger,
     Record,
     RecordHandle,
+    Saver,
     ShapeHandle,
     geometry,
+    in_backward,
+    parts_of,
+    without_repeats,
 )
 
 if TYPE_CHECKING:  # policies import this file for their hooks
@@ -62,6 +67,7 @@ class _Frame(threading.local):
         self.calls: list[Call] = []
         self.counts: dict[tuple[str, str], int] = {}
         self.batch: list[StorageWeakRef] = []
+        self.function: Callable[..., Any] | None = None  # running, where it is no listed operator
         self.contexts: contextlib.ExitStack | None = None
 
 
@@ -86,6 +92,7 @@ class SavedTensors:
         self._frame = _Frame()
         self._layer_bytes: dict[str, tuple[str, int, int, int]] = {}
         self._choices: dict[tuple[tuple[str, str, int], bool, torch.Size], tuple[float, Any]] = {}
+        self._said: set[str] = set()
         self._refresh()
         self._hooks = [
             nn.modules.module.register_module_forward_pre_hook(weakly(self._enter_module)),
@@ -119,16 +126,26 @@ class SavedTensors:
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         path = self._paths.get(module)
         if path is None:
+            if getattr(module, "_orig_mod", None) in self._paths:
+                refuse_compiled(module)
             return
         frame = self._frame
         if not frame.modules:
-            if not torch.is_grad_enabled() or _in_backward() or _in_transform():
+            if not torch.is_grad_enabled() or in_backward():
+                return
+            refuse_compiled(self._model)
+            obstacle = _obstacle()
+            if obstacle is not None:
+                if obstacle not in self._said:
+                    self._said.add(obstacle)
+                    warnings.warn(f"{obstacle}: such a forward is neither compressed nor counted.", stacklevel=2)
                 return
             if self.forward_started is None:
                 self.forward_started = time.perf_counter()
             self._refresh()
             frame.counts = {}
-            given = [tensor for tensor in _tensors((args, _keywords())) if tensor.grad_fn is None]
+            given = [part for tensor in _tensors((args, _keywords())) if tensor.grad_fn is None
+                     for part in parts_of(tensor)]  # fmt: skip
             frame.batch = [StorageWeakRef(tensor.untyped_storage()) for tensor in given]
             self.ledger.batch_bytes = sum(
                 {
@@ -150,6 +167,12 @@ class SavedTensors:
         while frame.modules.pop()[0] is not module:
             pass
         if not frame.modules:
+            error = sys.exception()
+            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+                error.add_note(
+                    "An attached session saves tensors by such hooks. Call this torch.func transform outside the "
+                    "model's forward, use torch.autograd.grad in its place, or train this model without attach."
+                )
             self._leave_model()
 
     def _leave_model(self) -> None:
@@ -165,8 +188,8 @@ class SavedTensors:
         model = self._model
         self._paths = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._owners = {id(parameter): _layer_name(name) for name, parameter in model.named_parameters()}
-        storages = [storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())]
-        self._static = {storage._cdata for storage in storages if storage is not None}
+        tensors = [*model.parameters(), *model.buffers()]
+        self._static = {part.untyped_storage()._cdata for tensor in tensors for part in parts_of(tensor)}
 
     def call_of(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         operator = OPERATORS.get(func)
@@ -216,17 +239,22 @@ class SavedTensors:
             self.unpack_seconds += time.perf_counter() - started
 
     def _pack(self, tensor: Tensor, call: Call | None) -> Handle:
-        storage = storage_of(tensor)
-        if storage is None:
-            return ExactHandle(tensor, None)
+        parts = parts_of(tensor)
+        if len(parts) != 1 or parts[0] is not tensor:
+            whole = ExactHandle(tensor, None)
+            whole.parts = [handle for part in parts if isinstance(handle := self._pack(part, None), ExactHandle)]
+            return whole
+        storage = tensor.untyped_storage()
         identity = storage._cdata
-        if identity in self._static or any(ref.cdata == identity for ref in self._frame.batch):
+        if identity in self._static:
             return ExactHandle(tensor, None)
+        if any(ref.cdata == identity for ref in self._frame.batch):
+            return ExactHandle(tensor, Entry(self.ledger, storage, is_batch=True), self._saver(call, "it is the batch"))
         entry = self._entries.get(identity)
         if entry is None:
             entry = self._entries[identity] = Entry(self.ledger, storage)
         if call is None:
-            return ExactHandle(tensor, entry)
+            return ExactHandle(tensor, entry, self._saver(None, "no rule for this operator"))
         need = call.need_of(tensor)
         if call.operator.kind is Kind.NORM and need is Need.VALUES:
             call.note_saved(tensor)
@@ -259,43 +287,58 @@ class SavedTensors:
         self.pack_seconds += time.perf_counter() - started
 
     def _choose(self, tensor: Tensor, call: Call, need: Need, entry: Entry) -> ExactHandle | ShapeHandle | RecordHandle:
-        if need is Need.VALUES or self.policy.keeps_exact() or tensor.numel() == 0:
-            return ExactHandle(tensor, entry)
+        def exactly(why: str) -> ExactHandle:
+            return ExactHandle(tensor, entry, self._saver(call, why))
+
+        if self.policy.keeps_exact():
+            return exactly("the policy keeps every tensor as it is")
+        if need is Need.VALUES or tensor.numel() == 0:
+            return exactly("backward needs the values")
         if need is Need.SHAPE:
-            return ShapeHandle(tensor, entry)
+            return ShapeHandle(tensor, entry, self._saver(call, "its shape"))
         if entry.num_exact:  # the storage stays anyway: a record would only add to it
-            return ExactHandle(tensor, entry)
+            return exactly("another operator keeps it anyway")
         layers = set(self._last_sharers.get(call.site, ())) if entry.site == call.site else set()
         if need is Need.APPROXIMATE:
             layers.add(call.layer)
         codec: Codec = self.policy.codec
         bound: ErrorBound | None = None
+        stored = without_repeats(tensor)
         if need is Need.APPROXIMATE or (need is Need.SIGN and layers):
             bound = self.policy.bound_for(layers, tensor)
             if bound is None:
-                return ExactHandle(tensor, entry)
+                return exactly("its bound is exact: no gradient arrived, or its values are not finite")
+            if isinstance(bound.value, Tensor) and bound.value.numel() != stored.shape[1]:  # expanded channels
+                bound = ErrorBound("abs", float(bound.value.min()))
         elif need is Need.WINDOW:
             codec = WindowIndexCodec(**call.pooling())
         elif need is Need.INDEX:
             codec = LosslessCodec()
         elif need is Need.HALF:
-            codec = CastCodec("float16")
+            codec = codec if codec.guarantee == "exact" else CastCodec("float16")
         elif need is Need.INSIDE:
             codec = IntervalMaskCodec(*call.interval())
         else:
             codec = SignMaskCodec()
         by_value = need in (Need.APPROXIMATE, Need.SIGN)  # one record may serve both
-        key = (*geometry(tensor), None if by_value else need, call.interval() if need is Need.INSIDE else None)
+        key = (*geometry(stored), None if by_value else need, call.interval() if need is Need.INSIDE else None)
         record = entry.records.get(key)
         keeps_sign = need is Need.SIGN or call.reads_signs
-        if record is None or not record.serves(need, bound) or (keeps_sign and not record.keeps_sign):
-            encoded = self._encoded(codec, tensor.detach(), bound, call.site, keeps_sign)
+        if record is None or not record.serves(need, bound, stored) or (keeps_sign and not record.keeps_sign):
+            encoded = self._encoded(codec, stored.detach(), bound, call.site, keeps_sign)
             if encoded.nbytes >= entry.raw_bytes:
-                return ExactHandle(tensor, entry)
+                return exactly("a record would not be smaller")
             record = entry.records[key] = Record(entry, codec, encoded, bound, keeps_sign=keeps_sign)
         if need is Need.APPROXIMATE and call.operator.is_convolution:
             record.mark_conv_input()
-        return RecordHandle(record, tensor)
+        return RecordHandle(record, tensor, need, self._saver(call, f"a record of {record.codec.name}"))
+
+    def _saver(self, call: Call | None, why: str) -> Saver:
+        if call is not None:
+            return Saver(call.layer, call.operator.name, why)
+        frame = self._frame
+        operator = getattr(frame.function, "__name__", "an operator without name")
+        return Saver(frame.modules[-1][1] if frame.modules else "", operator, why)
 
     def _encoded(
         self, codec: Codec, tensor: Tensor, bound: ErrorBound | None, site: tuple[str, str, int], keeps_sign: bool
@@ -340,7 +383,12 @@ class AttributionMode(TorchFunctionMode):
             if is_composite(func):
                 with self:
                     return entered(func)(*args, **kwargs)
-            return func(*args, **kwargs)
+            frame = self._saved_tensors._frame
+            frame.function = func
+            try:
+                return func(*args, **kwargs)
+            finally:
+                frame.function = None
         with self._saved_tensors.running(call):
             output = func(*args, **kwargs)
         self._saved_tensors.policy.called(call, output)
@@ -349,14 +397,25 @@ class AttributionMode(TorchFunctionMode):
         return output
 
 
-def _in_backward() -> bool:
-    """Whether this thread runs a backward pass: a forward in it recomputes a checkpoint under hooks of its own."""
-    return torch._C._current_graph_task_id() != -1
+def _obstacle() -> str | None:
+    """What stands in the way of hooks of our own around the forward that begins; None: nothing."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a torch.func transform runs the model"
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return "saved-tensor hooks are disabled around the model"
+    others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if others is not None and not isinstance(getattr(others[0], "__self__", None), SavedTensors):
+        return "saved-tensor hooks of a checkpoint, of save_on_cpu or of your own are active around the model"
+    return None
 
 
-def _in_transform() -> bool:
-    """Whether torch.func (vmap, grad, ...) is at work, whose tensors have no storage and which refuses these hooks."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError where torch.compile got hold of the model: its code runs past hooks and operators."""
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+        raise ValueError(
+            "model is compiled by torch.compile, which ignores saved-tensor hooks; attach the module as it was before "
+            "compiling, and train it eagerly."
+        )
 
 
 def _keywords() -> Any:
@@ -385,9 +444,9 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Every tensor with memory of its own in nested tuples, lists and dicts."""
+    """Every tensor in nested tuples, lists and dicts."""
     if isinstance(values, Tensor):
-        return [] if storage_of(values) is None else [values]
+        return [values]
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, list | tuple):

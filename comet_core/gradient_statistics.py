@@ -10,12 +10,15 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from comet_core.activations import weakly
+from comet_core.controllers import LayerStatistics
 
 SAMPLE_SIZE = 16_384
 NUM_PAIRS = 4  # the smallest of the last four differences: consecutive ones overstate the noise, since the model moves
@@ -148,6 +151,29 @@ class OutputEnergy:
             watched = len(passed) == len(parts)
             energies[layer] = Energy(output, math.fsum(passed) if watched else None, sum(num for *_, num in parts))
         return energies
+
+
+def agreed_between_ranks(
+    statistics: list[LayerStatistics], group: torch.distributed.ProcessGroup
+) -> list[LayerStatistics]:
+    """The layers' statistics, averaged over the ranks of `group` in a collective call: the same list on every rank.
+
+    Samples are taken before gradients are averaged, so the mean of the ranks' variances is world * Var(averaged), and
+    the mean of their energies gives that error whose variance the average divides by world in turn (THEORY section
+    4). A layer that a rank did not use had no energy there.
+    """
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(by_rank, {layer.name: layer for layer in statistics}, group=group)
+    agreed = []
+    for name in sorted({name for layers in by_rank for name in layers}):
+        one, *others = [layers[name] for layers in by_rank if name in layers]
+        changes: dict[str, float] = {}
+        for field in fields(one):
+            known = [value for layer in (one, *others) if type(value := getattr(layer, field.name)) in (int, float)]
+            if known:
+                changes[field.name] = math.fsum(known) / (len(by_rank) if field.name == "energy" else len(known))
+        agreed.append(replace(one, **changes))
+    return agreed
 
 
 def loss_scale(grad_scaler: Any) -> float:

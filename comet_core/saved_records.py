@@ -14,10 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from comet_core.codecs.base import Codec, Encoded, ErrorBound
+from comet_core.codecs.base import Codec, Encoded, ErrorBound, fills_memory
 from comet_core.decoded_memory import DecodedMemory
-from comet_core.operators import Need
+from comet_core.operators import Need, storage_of
+
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Who saved a tensor, and why that is kept of it which is kept. The storage audit reads it."""
+
+    layer: str
+    operator: str
+    why: str
 
 
 @dataclass
@@ -68,12 +87,13 @@ class Ledger:
 
 
 class Entry:
-    """One storage that backward needs, alive as long as any handle on it."""
+    """One storage that backward needs, alive as long as any handle on it. The batch is not counted."""
 
-    def __init__(self, ledger: Ledger, storage: torch.UntypedStorage) -> None:
+    def __init__(self, ledger: Ledger, storage: torch.UntypedStorage, *, is_batch: bool = False) -> None:
         self.ledger = ledger
         self.reference = StorageWeakRef(storage)  # weak: lets the data go, keeps the address taken
-        self.raw_bytes = storage.nbytes()
+        self.num_bytes = storage.nbytes()
+        self.raw_bytes = 0 if is_batch else self.num_bytes  # as counted
         self.site: tuple[str, str, int] | None = None  # who packed it first
         self.records: weakref.WeakValueDictionary[tuple[Any, ...], Record] = weakref.WeakValueDictionary()
         self.num_exact = 0
@@ -118,8 +138,8 @@ class Record:
                 self.is_conv_input = True
                 self.entry.ledger.book(conv_input_held=self.encoded.nbytes)
 
-    def serves(self, need: Need, bound: ErrorBound | None) -> bool:
-        """Whether backward gets what it needs from this record, within `bound` (absolute), so none is made."""
+    def serves(self, need: Need, bound: ErrorBound | None, view: Tensor) -> bool:
+        """Whether backward gets what it needs of `view` from this record, within `bound` (absolute)."""
         if need is Need.SIGN and not self.keeps_sign:
             return False
         if bound is None:
@@ -127,7 +147,11 @@ class Record:
         if self.bound is None:
             return False
         own, asked = torch.as_tensor(self.bound.value), torch.as_tensor(bound.value)
-        return (own.shape == asked.shape or 0 in (own.dim(), asked.dim())) and bool((own <= asked).all())
+        if 0 not in (own.dim(), asked.dim()) and (self.encoded.shape, self.encoded.stride) != (
+            view.shape, view.stride(),
+        ):  # fmt: skip
+            return bool(own.max() <= asked.min())  # the same memory, but other elements make up its channels
+        return bool((own <= asked).all())
 
     def values(self) -> Tensor:
         """The decoded tensor, not to be changed.
@@ -155,8 +179,9 @@ class Record:
 class ExactHandle:
     """Keeps the tensor itself. Raises as autograd does if it was changed in place before backward."""
 
-    def __init__(self, tensor: Tensor, entry: Entry | None) -> None:
-        self.tensor, self.version, self.entry = tensor.detach(), tensor._version, entry
+    def __init__(self, tensor: Tensor, entry: Entry | None, saver: Saver | None = None) -> None:
+        self.tensor, self.version, self.entry, self.saver = tensor.detach(), tensor._version, entry, saver
+        self.parts: list[ExactHandle] = []  # of a tensor that several storages hold
         if entry is not None:
             entry.hold_exact(+1)
 
@@ -177,9 +202,9 @@ class ExactHandle:
 class ShapeHandle:
     """Keeps shape, dtype and device of a tensor whose values backward never reads; unpacks to zeros of one element."""
 
-    def __init__(self, tensor: Tensor, entry: Entry) -> None:
+    def __init__(self, tensor: Tensor, entry: Entry, saver: Saver) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.entry = entry
+        self.entry, self.saver = entry, saver
 
     def unpack(self) -> Tensor:
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
@@ -188,15 +213,27 @@ class ShapeHandle:
 class RecordHandle:
     """A record and the geometry in which this operator saw it."""
 
-    def __init__(self, record: Record, tensor: Tensor) -> None:
-        self.record, self.shape, self.stride = record, tensor.shape, tensor.stride()
+    def __init__(self, record: Record, tensor: Tensor, need: Need, saver: Saver) -> None:
+        self.record, self.shape, self.stride, self.saver = record, tensor.shape, tensor.stride(), saver
         record.num_handles += 1
-        self.is_dense = _is_dense(tensor)
+        stored = without_repeats(tensor)
+        self.is_dense = fills_memory(stored.shape, stored.stride())
+        self.is_approximate = need in (Need.APPROXIMATE, Need.HALF) and record.codec.guarantee != "exact"
+
+    @property
+    def entry(self) -> Entry:
+        return self.record.entry
 
     def unpack(self) -> Tensor:
+        if self.is_approximate and torch.is_grad_enabled() and in_backward():
+            raise RuntimeError(
+                f"create_graph=True asks for second derivatives through {self.saver.operator} "
+                f"{self.saver.layer or '(the model itself)'}, which keeps its input approximately: they would not be "
+                "exact. Attach with codec='lossless' or policy='baseline' for this model."
+            )
         tensor = self.record.values()
         if not self.is_dense:  # gaps or overlaps are not stored: such a layout comes back contiguous
-            return tensor
+            return tensor.expand(self.shape)
         return tensor.as_strided(self.shape, self.stride)
 
 
@@ -215,14 +252,32 @@ Handle = ExactHandle | ShapeHandle | RecordHandle | LateHandle
 
 def geometry(tensor: Tensor) -> tuple[Any, ...]:
     """What a record of this tensor can stand for: any view of the same dense stretch of memory, else this view only."""
-    layout = (tensor.numel(),) if _is_dense(tensor) else (tensor.shape, tensor.stride())
-    return (tensor._version, tensor.storage_offset(), tensor.dtype, layout)
+    is_dense = fills_memory(tensor.shape, tensor.stride())
+    layout = (tensor.numel(),) if is_dense else (tensor.shape, tensor.stride())
+    return (tensor._version, tensor.storage_offset(), tensor.dtype, tensor.is_neg(), layout)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills one stretch of memory, in the order of its strides."""
-    return (
-        tensor.is_contiguous()
-        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
-    )
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors whose storages hold this one: itself, or the parts of a sparse one or of a wrapping subclass."""
+    wrapping: Any = tensor
+    if is_traceable_wrapper_subclass(wrapping):
+        return [part for name in wrapping.__tensor_flatten__()[0] for part in parts_of(getattr(wrapping, name))]
+    names = _SPARSE_PARTS.get(tensor.layout)
+    if names is not None:
+        return [getattr(tensor.detach(), name)() for name in names]
+    return [] if storage_of(tensor) is None else [tensor]
+
+
+def without_repeats(tensor: Tensor) -> Tensor:
+    """The tensor where dimensions that only repeat (`expand`) are cut to one: what its memory holds."""
+    if 0 in tensor.stride():
+        tensor = tensor.detach()
+        for dim, step in enumerate(tensor.stride()):
+            if step == 0:
+                tensor = tensor.narrow(dim, 0, min(tensor.shape[dim], 1))
+    return tensor
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass: a forward in it recomputes a checkpoint under hooks of its own."""
+    return torch._C._current_graph_task_id() != -1

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from comet_core import codecs, config
-from comet_core.activations import SavedTensors, weakly
+from comet_core.activations import SavedTensors, refuse_compiled, weakly
 from comet_core.controllers import CONTROLLERS
 from comet_core.device_memory import DeviceMemory
 from comet_core.metrics import LayerMetrics, Recorder, StepMetrics, compression_ratio
@@ -33,6 +33,7 @@ from comet_core.policies.base import MemoryPolicy
 from comet_core.policies.baseline import BaselinePolicy
 from comet_core.policies.compress import CompressPolicy
 from comet_core.saved_records import Ledger
+from comet_core.storage_audit import StorageAudit, audit
 
 _log = logging.getLogger(__name__)
 _attached: weakref.WeakValueDictionary[int, "Session"] = weakref.WeakValueDictionary()  # by id of the model
@@ -77,11 +78,7 @@ def attach(
     params = config.check_codec_params(codec, {} if codec_params is None else codec_params)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
-        raise ValueError(
-            "model is compiled by torch.compile, which ignores saved-tensor hooks; attach the module before compiling "
-            "and train it eagerly."
-        )
+    refuse_compiled(model)
     given = [] if optimizer is None else optimizer
     optimizers = list(given) if isinstance(given, list | tuple) else [given]
     for one in optimizers:
@@ -157,7 +154,11 @@ class Session:
         epoch: int | None = None,
         learning_rate: float | None = None,
     ) -> StepMetrics:
-        """Close the iteration: statistics, bounds, metrics. Once an optimizer step, before or after `zero_grad`."""
+        """Close the iteration: statistics, bounds, metrics. Once an optimizer step, before or after `zero_grad`.
+
+        Raises ValueError where the model was compiled by torch.compile since the last one.
+        """
+        refuse_compiled(self._model)
         now = time.perf_counter()
         self.num_steps += 1
         saved = self._saved_tensors
@@ -194,6 +195,13 @@ class Session:
                 self.recorder.record_layers(self.layers)
         self._memory.reset_peak()
         return self.last_step
+
+    def audit(self) -> StorageAudit:
+        """Which storages that were saved for backward are alive, who keeps them, and why. Print it for a table.
+
+        Between forward and backward is the moment that matters; before and after, it is empty.
+        """
+        return audit(self._model, self._ledger)
 
     def _static_bytes(self) -> int:
         """Bytes of parameters, buffers, gradients and optimizer state, each storage once."""

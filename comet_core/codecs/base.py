@@ -197,7 +197,7 @@ class Codec(ABC):
             )
         shape, stride = encoded.shape, encoded.stride
         fits = len(shape) == len(stride) and all(0 <= number < _MOST_VALUES for number in (*shape, *stride))
-        if not fits or math.prod(max(size, 1) for size in shape) >= _MOST_VALUES or not _fills_memory(shape, stride):
+        if not fits or math.prod(max(size, 1) for size in shape) >= _MOST_VALUES or not fills_memory(shape, stride):
             raise DamagedRecord(f"no dense tensor has shape {tuple(shape)} and strides {stride}")
 
 
@@ -212,10 +212,10 @@ def dense_of(tensor: Tensor) -> Tensor:
             "Store its parts, or call to_dense() or dequantize()."
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if _fills_memory(tensor.shape, tensor.stride()) else tensor.contiguous()
+    return tensor if fills_memory(tensor.shape, tensor.stride()) else tensor.contiguous()
 
 
-def _fills_memory(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+def fills_memory(shape: torch.Size, stride: tuple[int, ...]) -> bool:
     """Whether the elements fill one block of memory, each place once; always where there are none."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):

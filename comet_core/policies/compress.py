@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from comet_core.codecs.base import Codec, ErrorBound
 from comet_core.controllers import START_RANGE_FRACTION, Controller, LayerStatistics, is_collection, samples_gradients
-from comet_core.gradient_statistics import SAMPLE_SIZE, Energy, GradientSampler, OutputEnergy
+from comet_core.gradient_statistics import SAMPLE_SIZE, Energy, GradientSampler, OutputEnergy, agreed_between_ranks
 from comet_core.operators import Call, Kind, root_of, spread_of_groups
 from comet_core.policies.base import MemoryPolicy
 
@@ -46,10 +47,12 @@ class CompressPolicy(MemoryPolicy):
         self._samplers: dict[str, GradientSampler] = {}
         self._layers: dict[str, _Layer] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._ranks: torch.distributed.ProcessGroup | None = None  # that average gradients, where a DDP is attached
         self._collecting = is_collection(1, collect_every)
 
     def attach(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
+        self._ranks = model.process_group if isinstance(model, DistributedDataParallel) else None
 
     def close(self) -> None:
         for sampler in self._samplers.values():
@@ -153,11 +156,16 @@ class CompressPolicy(MemoryPolicy):
         if collecting:
             energies = self._energy.take()
             num_upstream = sum(layer.num_values for layer in self._layers.values() if layer.kind == "upstream")
+            collected = []
             for name, layer in self._layers.items():
                 # Without a gradient seen, a weight has none either; what goes upstream unseen is kept exactly.
                 energy = energies.get(name, Energy(0.0) if layer.kind == "upstream" else None)
                 if energy is not None:
-                    self.controller.update(self._statistics(name, energy, num_upstream), iteration)
+                    collected.append(self._statistics(name, energy, num_upstream))
+            if self._ranks is not None:
+                collected = agreed_between_ranks(collected, self._ranks)
+            for statistics in collected:
+                self.controller.update(statistics, iteration)
         self._collecting = is_collection(iteration + 1, self.collect_every)
         sampling = samples_gradients(iteration + 1, self.collect_every)
         for sampler in self._samplers.values():

@@ -355,7 +355,10 @@ def test_sessions_coexist_nested_and_side_by_side_and_outside_stays_untouched():
 
 
 def test_forwards_in_several_threads_give_their_own_gradients():
-    models = [nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3)) for _ in range(2)]
+    models = [
+        nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
+        for _ in range(2)
+    ]
     batch = torch.randn(4, 3, 12, 12)
     expected = [gradients(copy.deepcopy(net), batch) for net in models]
     both = nn.ModuleList(models)
