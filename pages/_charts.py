@@ -188,7 +188,7 @@ def waterfall(peaks: pd.DataFrame, height: int = 400) -> go.Figure:
         figure.add_bar(
             x=words, y=[size * factor for size in sizes], base=[*(bases.loc[place] * factor), 0.0], name=label,
             offsetgroup=str(run_id), marker=dict(color=color, opacity=[*[1.0] * (len(words) - 2), 0.45, 1.0]),
-            text=[f"{size * factor:.3g}" for size in sizes], textposition="outside", cliponaxis=False,
+            text=[_short(size * factor) for size in sizes], textposition="outside", cliponaxis=False,
             customdata=[number_text(size, "bytes") for size in sizes],
             hovertemplate="%{fullData.name}<br>%{x}: %{customdata}<extra></extra>",
         )  # fmt: skip
@@ -196,8 +196,14 @@ def waterfall(peaks: pd.DataFrame, height: int = 400) -> go.Figure:
     where = "Allocated on the GPU" if on_gpu else "Resident above libraries and data" if before.any() else "Resident"
     frame_it(figure, height, f"What the peak consists of ({unit})")
     figure.update_layout(barmode="group", bargap=0.25, showlegend=True)
+    figure.update_xaxes(categoryorder="array", categoryarray=words)
     figure.update_yaxes(title_text=f"{where} ({unit})")
     return figure
+
+
+def _short(value: float) -> str:
+    """A number that fits above a bar; nothing where there is no bar."""
+    return f"{value:.3g}" if abs(value) >= 1 else f"{value:.2f}" if value else ""
 
 
 def bounds(layers: pd.DataFrame, height: int = 340) -> go.Figure:

@@ -122,7 +122,7 @@ def _peak_parts(run: dict[str, Any], measured: bool) -> None:
 
 def _about_peak(peak: pd.Series, before: float) -> str:
     """Which step is drawn, what is not, and what the words below the bars mean."""
-    text = f"Step {peak['step']:,.0f}, which had this run's largest peak. "
+    text = f"Step {peak['step']:,.0f}, which had this run's largest peak; parts are those of its fullest moment. "
     if before:
         text += (
             f"Not drawn: {_charts.number_text(before, 'bytes')} that the process had before training without the "

@@ -74,6 +74,7 @@ def test_the_bars_of_a_waterfall_stand_on_each_other_and_end_at_the_peak():
         assert bars.y[-1] == tops[-2] == 10.0, "the last part ends at the peak, which is above libraries and data"
         assert list(bars.x) == ["parameters", "optimizer", "gradients", "batch", "held", "scratch", "other", "peak"]
     assert (hollow.x, hollow.base, hollow.y) == (("held",), (4.0,), (4.0,)) and second.y[4] == 1.0
+    assert list(figure.layout.xaxis.categoryarray) == list(first.x), "the hollow bar does not come first"
     assert first.name == "#3 &lt;b&gt;" and first.marker.color != second.marker.color
     assert figure.layout.yaxis.title.text == "Resident above libraries and data (MiB)"
 
