@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from comet_core.activations import weakly
@@ -73,8 +74,11 @@ class MemoryParts:
             return fullest
 
     def _look_through(self) -> None:
-        """Parameters, buffers and optimizer state anew: the user may have replaced, added or frozen some."""
-        parameters = list(self._model.parameters())
+        """Parameters, buffers and optimizer state anew: the user may have replaced, added or frozen some.
+
+        A lazy module's parameters have no size before its first forward; they are watched from the next iteration on.
+        """
+        parameters = [parameter for parameter in self._model.parameters() if not is_lazy(parameter)]
         for parameter in parameters:
             if parameter.grad is not None:
                 self._follow(parameter.grad)
@@ -87,7 +91,7 @@ class MemoryParts:
             hook = trained[key].register_post_accumulate_grad_hook(weakly(self._gradient_arrived))
             weakref.finalize(self, hook.remove)
             self._watched[key] = (weakref.ref(trained[key]), hook)
-        model = [*parameters, *self._model.buffers()]
+        model = [*parameters, *(buffer for buffer in self._model.buffers() if not is_lazy(buffer))]
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         optimizer_state = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         tensors = [(id(tensor), tensor.numel(), tensor.dtype) for tensor in (*model, *optimizer_state)]

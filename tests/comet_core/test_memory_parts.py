@@ -125,6 +125,16 @@ def test_layers_that_come_go_or_freeze_are_followed_and_kept_alive_by_nobody():
         assert gradient_bytes() == MIB
 
 
+def test_a_lazy_layer_counts_once_it_has_a_size():
+    model = nn.Sequential(nn.LazyLinear(512, bias=False))
+    with comet_core.attach(model, None, policy="baseline", tune_allocator=False) as session:
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(4, 512)).sum().backward()
+            step = session.step()
+            assert (step.parameter_bytes, step.gradient_bytes) == (MIB, MIB)
+
+
 def test_what_is_decoded_is_scratch_and_what_was_replaced_stands_beside():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.Flatten())
