@@ -5,6 +5,9 @@ Linux keeps a high-water mark of resident memory for each process and sets it ba
 getrusage's `ru_maxrss` only ever grows. Where there is nothing better (macOS) `ru_maxrss` is given all the same, and
 `source` says so. Child processes (a DataLoader's workers) and theirs count with what they share with nobody, at the
 moment of asking: their resident size would count forked pages twice.
+
+What the driver gives (`device_used_bytes`: CUDA contexts, other libraries and other processes too) has no high-water
+mark; it is that of the moment of asking.
 """
 
 import platform
@@ -26,19 +29,22 @@ def process_rss_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def peak_rss_source() -> str:
+    """Where `peak_rss_bytes` comes from here, and since when it counts. Sets the high-water mark back to find out."""
+    if _reset_high_water_mark():
+        return "VmHWM of the process since the last reset, with what its children hold alone"
+    return "ru_maxrss of the process since its start"
+
+
 class DeviceMemory:
     """Memory of this process and of `device` (a torch.device or its name); for "cuda" torch must have that GPU.
 
-    `source` says where `peak_rss_bytes` comes from and since when it counts.
+    `source` is `peak_rss_source()`.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.source = (
-            "VmHWM of the process since the last reset, with what its children hold alone"
-            if _reset_high_water_mark()
-            else "ru_maxrss of the process since its start"
-        )
+        self.source = peak_rss_source()
 
     def reset_peak(self) -> None:
         """Peaks count from here: what is held now is the new peak."""
@@ -47,12 +53,17 @@ class DeviceMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> dict[str, int | None]:
-        """Largest since the last reset, named like the fields of StepMetrics; None: there is no such memory."""
+        """Largest since the last reset, named like the fields of StepMetrics; None: there is no such memory.
+
+        `device_used_bytes` is that of now.
+        """
         cuda = self.device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(self.device) if cuda else (0, 0)
         return {
             "peak_rss_bytes": _peak_rss_bytes(),
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device) if cuda else None,
+            "device_used_bytes": total - free if cuda else None,
         }
 
     def current(self) -> dict[str, int | None]:

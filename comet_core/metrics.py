@@ -32,14 +32,36 @@ class StepMetrics:
     batch_bytes: int = _metric("The batch itself", "bytes", 0)  # the model's input, kept as it is, not in saved_bytes
     compression_ratio: float | None = _metric("Compression ratio, whole graph", "x")
     conv_input_ratio: float | None = _metric("Compression ratio, convolution inputs", "x")
-    static_bytes: int | None = _metric("Parameters, gradients, optimizer", "bytes")
+    static_bytes: int | None = _metric("Parameters, gradients, optimizer", "bytes")  # at the iteration's end
+    # Of one moment, the one when most of these was there: with batch_bytes and other_bytes they sum to the peak below,
+    # allocated on the GPU where there is one, else resident. How the moment is found stands in memory_parts.py.
+    parameter_bytes: int | None = _metric("Parameters and buffers", "bytes")
+    optimizer_bytes: int | None = _metric("Optimizer state", "bytes")
+    gradient_bytes: int | None = _metric("Gradients at the peak", "bytes")
+    peak_saved_bytes: int | None = _metric("Saved for backward at the peak, uncompressed", "bytes")  # not in the sum
+    peak_held_bytes: int | None = _metric("Saved for backward at the peak, really held", "bytes")
+    scratch_bytes: int | None = _metric("Decoded tensors at the peak", "bytes")
+    other_bytes: int | None = _metric("Rest of the peak", "bytes")  # workspaces; resident: interpreter, libraries, data
     peak_rss_bytes: int | None = _metric("Peak resident memory of the process", "bytes")  # of this iteration
     peak_allocated_bytes: int | None = _metric("Peak allocated on the GPU", "bytes")
     peak_reserved_bytes: int | None = _metric("Peak reserved on the GPU", "bytes")
+    device_used_bytes: int | None = _metric("Used on the GPU by all processes", "bytes")  # at the iteration's end
     step_seconds: float | None = _metric("Step time", "s")
     pack_seconds: float | None = _metric("Time spent encoding", "s")
     unpack_seconds: float | None = _metric("Time spent decoding", "s")
     wall_seconds: float | None = _metric("Time since the start", "s")
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The measured peak: allocated on the GPU where there is one, else resident."""
+        return self.peak_rss_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
+
+
+PEAK_PARTS = (
+    "parameter_bytes", "optimizer_bytes", "gradient_bytes", "batch_bytes", "peak_held_bytes", "scratch_bytes",
+    "other_bytes",
+)  # fmt: skip
+"""What sums to the measured peak of an iteration, `StepMetrics.peak_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ import platform
 import time
 import warnings
 import weakref
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,8 +28,8 @@ from comet_core import codecs, config
 from comet_core.activations import SavedTensors, refuse_compiled, weakly
 from comet_core.controllers import CONTROLLERS
 from comet_core.device_memory import DeviceMemory
+from comet_core.memory_parts import MemoryParts
 from comet_core.metrics import LayerMetrics, Recorder, StepMetrics, compression_ratio
-from comet_core.operators import storage_of
 from comet_core.policies.base import MemoryPolicy
 from comet_core.policies.baseline import BaselinePolicy
 from comet_core.policies.compress import CompressPolicy
@@ -117,11 +118,12 @@ class Session:
         self.last_step: StepMetrics | None = None
         self.layers: list[LayerMetrics] = []
         self.num_steps = 0
-        self._model, self._optimizers = model, optimizers
+        self._model = model
         self._started = time.perf_counter()
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._memory = DeviceMemory(device)
         self._ledger = Ledger()
+        self._parts = MemoryParts(model, optimizers, self._ledger)
         policy.attach(model, optimizers)
         self._num_optimizer_steps = 0
         self._step_hooks = [one.register_step_post_hook(weakly(self._count_optimizer_step)) for one in optimizers]
@@ -142,6 +144,7 @@ class Session:
         _attached.pop(id(self._model), None)
         self._saved_tensors.close()
         self.policy.close()
+        self._parts.close()
         for hook in self._step_hooks:
             hook.remove()
 
@@ -165,6 +168,11 @@ class Session:
         layer_bytes = saved.layer_bytes()
         news = self.policy.after_step(self.num_steps)
         count = self._ledger.close_iteration()
+        batch_bytes = self._ledger.batch_bytes
+        parts, peaks = self._parts.close_iteration(count), self._memory.peak()
+        on_gpu = peaks["peak_allocated_bytes"]
+        peak = peaks["peak_rss_bytes"] if on_gpu is None else on_gpu
+        assert peak is not None
         self.last_step = StepMetrics(
             step=self.num_steps,
             epoch=epoch,
@@ -176,15 +184,17 @@ class Session:
             held_bytes=count.held,
             conv_input_saved_bytes=count.conv_input_saved,
             conv_input_held_bytes=count.conv_input_held,
-            batch_bytes=self._ledger.batch_bytes,
+            batch_bytes=batch_bytes,
             compression_ratio=compression_ratio(count.saved, count.held),
             conv_input_ratio=compression_ratio(count.conv_input_saved, count.conv_input_held),
-            static_bytes=self._static_bytes(),
+            static_bytes=self._parts.static_bytes,
+            **asdict(parts),
+            other_bytes=peak - parts.known_bytes - batch_bytes,
+            **peaks,
             step_seconds=None if saved.forward_started is None else now - saved.forward_started,
             pack_seconds=saved.pack_seconds,
             unpack_seconds=saved.unpack_seconds,
             wall_seconds=now - self._started,
-            **self._memory.peak(),
         )
         if news or not self.layers:
             self.layers = self.policy.layer_metrics(self.num_steps, layer_bytes)
@@ -202,15 +212,6 @@ class Session:
         Between forward and backward is the moment that matters; before and after, it is empty.
         """
         return audit(self._model, self._ledger)
-
-    def _static_bytes(self) -> int:
-        """Bytes of parameters, buffers, gradients and optimizer state, each storage once."""
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        tensors += [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-        for optimizer in self._optimizers:
-            tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        storages = [storage for tensor in tensors if (storage := storage_of(tensor)) is not None]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._num_optimizer_steps += 1

@@ -25,8 +25,8 @@ from comet_core.codecs import get_codec
 from comet_core.codecs.base import ErrorBound
 from comet_core.config import RunConfig, check_system, parse_codec_params
 from comet_core.datasets import Dataset, load_dataset
-from comet_core.device_memory import process_rss_bytes
-from comet_core.metrics import EvalMetrics, Recorder, StepMetrics, compression_ratio
+from comet_core.device_memory import peak_rss_source, process_rss_bytes
+from comet_core.metrics import PEAK_PARTS, EvalMetrics, Recorder, StepMetrics, compression_ratio
 from comet_core.models import build_model
 
 WARM_UP_STEPS = 10  # left out of the mean step time: compilation, first touch of memory
@@ -197,6 +197,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "num_cores": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "peak_rss_source": peak_rss_source(),
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
     }
@@ -227,7 +228,10 @@ def _processor() -> str:
 
 
 class _Summary:
-    """Collects a run's figures; ratios are those of the last epoch, sums over its steps."""
+    """Collects a run's figures; ratios are those of the last epoch, sums over its steps.
+
+    The parts of the peak are those of the step with the largest one.
+    """
 
     def __init__(self, start_rss_bytes: int) -> None:
         self._start_rss_bytes = start_rss_bytes
@@ -235,6 +239,7 @@ class _Summary:
         self._seconds: list[float] = []
         self._accuracies: list[float] = []
         self._peaks: dict[str, int] = {}
+        self._fullest: StepMetrics | None = None
         self.start_epoch()
 
     def start_epoch(self) -> None:
@@ -244,10 +249,12 @@ class _Summary:
         self._num_steps += 1
         for name in self._bytes:
             self._bytes[name] += getattr(step, name)
-        for name in ("peak_rss_bytes", "peak_allocated_bytes", "peak_reserved_bytes"):
+        for name in ("peak_rss_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
             value = getattr(step, name)
             if value is not None:
                 self._peaks[name] = max(value, self._peaks.get(name, 0))
+        if self._fullest is None or (step.peak_bytes or 0) > (self._fullest.peak_bytes or 0):
+            self._fullest = step
         if self._num_steps > WARM_UP_STEPS and step.step_seconds is not None:
             self._seconds.append(step.step_seconds)
 
@@ -267,6 +274,8 @@ class _Summary:
             "start_rss_bytes": self._start_rss_bytes,
             **self._peaks,
             "peak_rss_above_start_bytes": None if rss is None else rss - self._start_rss_bytes,
+            "peak_step": None if self._fullest is None else self._fullest.step,
+            "peak_parts": {name: getattr(self._fullest, name) for name in PEAK_PARTS} if self._fullest else None,
             "mean_step_seconds": statistics.fmean(self._seconds) if self._seconds else None,
             "median_step_seconds": statistics.median(self._seconds) if self._seconds else None,
             "wall_seconds": wall_seconds,

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from comet_core.metrics import LayerMetrics, axis_label
+from comet_core.metrics import PEAK_PARTS, LayerMetrics, axis_label
 
 COLORS = ("#2A87C8", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -38,6 +38,12 @@ SUMMARY = {
     "step_seconds": ("Step time", "s", False),
     "wall_seconds": ("Time since the start", "s", False),
 }
+
+# The parts of a peak in words that fit below a bar, and which of them the hollow bar stands beside
+PART_WORDS = dict(
+    zip(PEAK_PARTS, ("parameters", "optimizer", "gradients", "batch", "held", "scratch", "other"), strict=True)
+)
+HELD = "peak_held_bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +152,58 @@ def lines(curves: Sequence[Curve], height: int = 300) -> go.Figure:
     frames = {id(curve.frame): curve.frame for curve in curves}.values()
     _say_how_many(figure, sum(map(len, frames)), sum(frame.attrs.get("total", len(frame)) for frame in frames))
     return figure
+
+
+def left_out(peaks: pd.DataFrame) -> pd.Series:
+    """What a waterfall begins above: the process before training, without the parameters it had; 0 on a GPU."""
+    before = peaks["start_rss_bytes"] - peaks["parameter_bytes"]
+    return before.where(peaks["peak_allocated_bytes"].isna(), 0.0).fillna(0.0)
+
+
+def waterfall(peaks: pd.DataFrame, height: int = 400) -> go.Figure:
+    """How the parts of a peak add up to it: rows of `queries.peak_frame`, a colour a run, runs side by side.
+
+    The hollow bar is what the held bytes stand for, uncompressed. Other may go down: memory that was used again.
+    """
+    before = left_out(peaks)
+    tops = peaks["peak_allocated_bytes"].fillna(peaks["peak_rss_bytes"]) - before
+    parts = peaks[list(PEAK_PARTS)].assign(other_bytes=peaks["other_bytes"] - before)
+    bases = parts.cumsum(axis=1) - parts
+    factor, unit = scale(pd.concat([tops, bases[HELD] + peaks["peak_saved_bytes"]]), "bytes")
+    figure = go.Figure()
+    words = [*PART_WORDS.values(), "peak"]
+    hollow = peaks.index[peaks["peak_saved_bytes"] > peaks[HELD]]
+    for place, run_id, name in zip(peaks.index, peaks["id"], peaks["name"], strict=True):
+        color, _ = run_style(run_id)
+        label = plain(run_name(run_id, name))
+        sizes = [*parts.loc[place], tops[place]]
+        if place in hollow:
+            raw = peaks["peak_saved_bytes"][place]
+            figure.add_bar(
+                x=[PART_WORDS[HELD]], y=[raw * factor], base=[bases[HELD][place] * factor], offsetgroup=str(run_id),
+                name="held, uncompressed", marker=dict(color="rgba(0,0,0,0)", line=dict(color=GREY, width=1.5)),
+                hovertemplate=f"{label}<br>uncompressed: {number_text(raw, 'bytes')}<extra></extra>",
+                legendrank=2000, showlegend=bool(place == hollow[0]),
+            )  # fmt: skip
+        figure.add_bar(
+            x=words, y=[size * factor for size in sizes], base=[*(bases.loc[place] * factor), 0.0], name=label,
+            offsetgroup=str(run_id), marker=dict(color=color, opacity=[*[1.0] * (len(words) - 2), 0.45, 1.0]),
+            text=[_short(size * factor) for size in sizes], textposition="outside", cliponaxis=False,
+            customdata=[number_text(size, "bytes") for size in sizes],
+            hovertemplate="%{fullData.name}<br>%{x}: %{customdata}<extra></extra>",
+        )  # fmt: skip
+    on_gpu = peaks["peak_allocated_bytes"].notna().all()
+    where = "Allocated on the GPU" if on_gpu else "Resident above libraries and data" if before.any() else "Resident"
+    frame_it(figure, height, f"What the peak consists of ({unit})")
+    figure.update_layout(barmode="group", bargap=0.25, showlegend=True)
+    figure.update_xaxes(categoryorder="array", categoryarray=words)
+    figure.update_yaxes(title_text=f"{where} ({unit})")
+    return figure
+
+
+def _short(value: float) -> str:
+    """A number that fits above a bar; nothing where there is no bar."""
+    return f"{value:.3g}" if abs(value) >= 1 else f"{value:.2f}" if value else ""
 
 
 def bounds(layers: pd.DataFrame, height: int = 340) -> go.Figure:

@@ -107,6 +107,37 @@ def _curves(run: dict[str, Any]) -> None:
         frame, column, label = _charts.peaks(steps, on_gpu, _widgets.measured(run, "start_rss_bytes"))
         peak = Curve(frame=frame, metric=StepMetrics, column=column, name="peak", label=label, **own)
         _draw_card("Peak memory", [peak])
+    _peak_parts(run, measured=not steps.empty)
+
+
+def _peak_parts(run: dict[str, Any], measured: bool) -> None:
+    peaks = queries.peak_frame([run_id, *([run["twin_id"]] if run["twin_id"] else [])])
+    if measured and run_id not in set(peaks["id"]):
+        st.caption("An earlier version recorded this run; it did not measure what the peak of memory consists of.")
+        return
+    _widgets.chart("What the peak consists of", lambda: _charts.waterfall(peaks) if measured else None, key="parts")
+    if measured:
+        st.caption(_about_peak(peaks.iloc[0], _charts.left_out(peaks)[0]))
+
+
+def _about_peak(peak: pd.Series, before: float) -> str:
+    """Which step is drawn, what is not, and what the words below the bars mean."""
+    text = f"Step {peak['step']:,.0f}, which had this run's largest peak; parts are those of its fullest moment. "
+    if before:
+        text += (
+            f"Not drawn: {_charts.number_text(before, 'bytes')} that the process had before training without the "
+            "parameters, for interpreter, libraries and images. "
+        )
+    text += (
+        "Held is what is kept for backward, scratch what is decoded from it, other what operators and codecs work with "
+        "and what the allocator keeps."
+    )
+    if pd.notna(peak["device_used_bytes"]):
+        reserved, used = (
+            _charts.number_text(peak[name], "bytes") for name in ("peak_reserved_bytes", "device_used_bytes")
+        )
+        text += f" PyTorch had reserved {reserved}; on the GPU all processes together used {used}."
+    return text
 
 
 def _draw_card(title: str, curves: list[Curve], height: int = 300) -> None:

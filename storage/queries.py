@@ -94,6 +94,21 @@ def step_frame(
     return frame
 
 
+def peak_frame(run_ids: Sequence[int]) -> pd.DataFrame:
+    """Of each of these runs the step with the largest peak (on the GPU where there is one) of those with known parts.
+
+    Its StepMetrics with `id`, `name` and `start_rss_bytes` of the run, in the order asked for; runs without such a step
+    (none yet, or all recorded before parts were) are left out.
+    """
+    peak = func.coalesce(StepRow.peak_allocated_bytes, StepRow.peak_rss_bytes)
+    place = func.row_number().over(partition_by=StepRow.run_id, order_by=(peak.desc(), StepRow.step))
+    known = select(StepRow.run_id, StepRow.step, place.label("place")).where(StepRow.other_bytes.is_not(None))
+    ranked = known.where(StepRow.run_id.in_(run_ids)).subquery()
+    same = and_(ranked.c.run_id == StepRow.run_id, ranked.c.step == StepRow.step, ranked.c.place == 1)
+    rows = _metrics(StepRow, StepMetrics).add_columns(Run.id, Run.name, Run.start_rss_bytes)
+    return _in_order(_frame(rows.join(ranked, same).join(Run, Run.id == StepRow.run_id)), run_ids)
+
+
 def eval_frame(run_id: int) -> pd.DataFrame:
     """The fields of EvalMetrics, a row an evaluation, in order of step."""
     return _frame(_metrics(EvalRow, EvalMetrics).where(EvalRow.run_id == run_id).order_by(EvalRow.step))
@@ -130,8 +145,7 @@ def config_differences(run_ids: Sequence[int]) -> pd.DataFrame:
 
 def summary_frame(run_ids: Sequence[int]) -> pd.DataFrame:
     """The columns of `runs_frame`, a row for each of these runs that exists, in the order they were asked for."""
-    frame = _frame(_overview().where(Run.id.in_(run_ids)))
-    return frame.set_index("id", drop=False).loc[[i for i in run_ids if i in set(frame["id"])]].reset_index(drop=True)
+    return _in_order(_frame(_overview().where(Run.id.in_(run_ids))), run_ids)
 
 
 def trade_off_frame(run_ids: Sequence[int] | None = None) -> pd.DataFrame:
@@ -215,6 +229,10 @@ def _frame(rows: Select[Any]) -> pd.DataFrame:
             if name in frame:
                 frame.loc[row, name] = value
     return frame
+
+
+def _in_order(frame: pd.DataFrame, run_ids: Sequence[int]) -> pd.DataFrame:
+    return frame.set_index("id", drop=False).loc[[i for i in run_ids if i in set(frame["id"])]].reset_index(drop=True)
 
 
 def _dtype(column: Any) -> Any:

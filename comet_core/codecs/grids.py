@@ -28,7 +28,7 @@ _FEW_VALUES = 1 << 15
 def grid_of(
     dense: Tensor, bound: ErrorBound, sign_exact: bool, middles: tuple[np.ndarray, np.ndarray] | None = None
 ) -> Grid | None:
-    """The quantiser's grid; None where storage has to be lossless. `middles`: those of an earlier tensor, to save time."""
+    """The quantiser's grid; None where storage has to be lossless. `middles`: an earlier tensor's, to save time."""
     num_channels, inner = channels_of(dense, bound)
     if dense.dtype not in FLOATS or dense.numel() == 0:
         return None

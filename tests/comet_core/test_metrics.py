@@ -22,3 +22,8 @@ def test_numbers_that_are_not_finite_survive_json_as_texts_and_zero_stays_zero()
 def test_an_axis_carries_label_and_unit():
     assert metrics.axis_label(StepMetrics, "step_seconds") == "Step time (s)"
     assert metrics.axis_label(StepMetrics, "train_loss") == "Training loss"
+
+
+def test_the_measured_peak_is_the_gpus_where_there_is_one():
+    assert StepMetrics(step=1, peak_rss_bytes=5).peak_bytes == 5
+    assert StepMetrics(step=1, peak_rss_bytes=5, peak_allocated_bytes=3).peak_bytes == 3

@@ -67,6 +67,8 @@ def test_a_run_is_recorded_step_by_step_and_repeats_itself():
         summary["peak_rss_above_start_bytes"]
         == max(s.peak_rss_bytes for s in recorder.steps) - summary["start_rss_bytes"]
     )
+    fullest = max(recorder.steps, key=lambda step: step.peak_bytes)
+    assert summary["peak_step"] == fullest.step and sum(summary["peak_parts"].values()) == fullest.peak_bytes
     again = trained(epochs=2, collect_every=4)[1]
     assert [step.train_loss for step in again.steps] == [step.train_loss for step in recorder.steps]
 
@@ -103,6 +105,7 @@ def test_on_start_and_progress_tell_what_is_needed_to_follow_and_to_repeat():
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert facts["num_steps_total"] == 4 and facts["start_rss_bytes"] > 2**20
     assert {"torch", "numba", "python", "num_threads", "comet_core", "device"} <= set(facts["environment"])
+    assert facts["environment"]["peak_rss_source"].startswith(("VmHWM", "ru_maxrss"))
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence_and_is_recorded():

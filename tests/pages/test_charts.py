@@ -56,6 +56,41 @@ def test_peaks_count_from_the_start_where_there_is_no_gpu():
     assert _charts.peaks(steps, True, 4.0)[1:] == ("peak_allocated_bytes", "")
 
 
+def peak_frame(**columns):
+    """Two runs of 10 MiB above 100, of which the network had 2: the second one compresses."""
+    known = dict(parameter_bytes=2, optimizer_bytes=1, gradient_bytes=1, batch_bytes=0, scratch_bytes=0)
+    frame = pd.DataFrame([known, known]) * 2**20
+    frame = frame.assign(peak_held_bytes=[4 * 2**20, 2**20], peak_saved_bytes=4 * 2**20, start_rss_bytes=102.0 * 2**20)
+    frame = frame.assign(other_bytes=[102 * 2**20, 105 * 2**20], peak_rss_bytes=110 * 2**20, peak_allocated_bytes=NAN)
+    return frame.assign(id=[3, 4], name=["<b>", "twin"], step=[7, 9], **columns)
+
+
+def test_the_bars_of_a_waterfall_stand_on_each_other_and_end_at_the_peak():
+    figure = _charts.waterfall(peak_frame())
+    first, hollow, second = figure.data
+    for bars in (first, second):
+        tops = np.add(bars.base, bars.y)
+        assert np.allclose(bars.base[1:-1], tops[:-2]), "a part begins where the one before ends"
+        assert bars.y[-1] == tops[-2] == 10.0, "the last part ends at the peak, which is above libraries and data"
+        assert list(bars.x) == ["parameters", "optimizer", "gradients", "batch", "held", "scratch", "other", "peak"]
+    assert (hollow.x, hollow.base, hollow.y) == (("held",), (4.0,), (4.0,)) and second.y[4] == 1.0
+    assert list(figure.layout.xaxis.categoryarray) == list(first.x), "the hollow bar does not come first"
+    assert first.name == "#3 &lt;b&gt;" and first.marker.color != second.marker.color
+    assert figure.layout.yaxis.title.text == "Resident above libraries and data (MiB)"
+
+
+def test_on_a_gpu_a_waterfall_begins_at_nothing():
+    figure = _charts.waterfall(peak_frame().assign(other_bytes=0, peak_allocated_bytes=[8 * 2**20, 5 * 2**20]))
+    assert [bars.y[-1] for bars in figure.data if len(bars.x) > 1] == [8.0, 5.0]
+    assert figure.layout.yaxis.title.text == "Allocated on the GPU (MiB)"
+
+
+def test_memory_that_was_used_again_goes_down_in_a_waterfall():
+    frame = peak_frame().assign(peak_rss_bytes=105 * 2**20, other_bytes=[97 * 2**20, 100 * 2**20])
+    (first, _, second), words = _charts.waterfall(frame).data, list(_charts.PART_WORDS.values())
+    assert (first.y[words.index("other")], second.y[words.index("other")], first.y[-1]) == (-3.0, 0.0, 5.0)
+
+
 def test_values_that_are_not_finite_are_gaps_with_a_cross():
     marked = ["train_loss=nan", None, "train_loss=inf", None]
     line, crosses = _charts.lines([curve([NAN, 0.0, INF, 3.0], nonfinite=marked)]).data

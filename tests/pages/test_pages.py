@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 from streamlit.testing.v1 import AppTest
 
 from comet_core.config import FIELDS, RunConfig
 from pages import _widgets
-from storage import queries, runs
+from storage import database, queries, runs
+from storage.tables import StepRow
 from tests.pages import seeds
 
 PAGES = (
@@ -86,11 +88,27 @@ def test_a_run_shows_its_figures_and_curves(open_page, lab):
     titles = [chart["layout"]["title"]["text"] for chart in charts(app)]
     assert titles == [
         "Saved for backward (MiB)", "Loss", "Compression ratio (x)", "Accuracy (%)",
-        "Peak resident memory above the start (MiB)", "Error bound of each layer",
+        "Peak resident memory above the start (MiB)", "What the peak consists of (MiB)", "Error bound of each layer",
     ]  # fmt: skip
     tables = [table.value for table in app.dataframe]
     assert tables[0]["name"].tolist() == [f"layer{place}.conv1" for place in range(1, 8)]
     assert dict(tables[1].values)["Batch size (images)"] == "128"
+
+
+def test_the_parts_of_the_peak_stand_beside_the_twins(open_page, lab):
+    app = open_page("run_detail.py", run=str(lab["mine"]))
+    bars = [trace for trace in charts(app)[5]["data"] if len(trace["x"]) > 1]
+    assert [trace["name"] for trace in bars] == [f"#{lab['mine']} mine", f"#{lab['twin']} mine (baseline)"]
+    captions = [caption.value for caption in app.caption]
+    assert any(text.startswith("Step 6, which") and "Not drawn: 398 MiB" in text for text in captions)
+
+
+def test_a_run_from_before_parts_were_measured_says_so_and_shows_the_rest(open_page, lab):
+    with database.transaction() as writing:
+        writing.execute(update(StepRow).values(other_bytes=None))
+    app = open_page("run_detail.py", run=str(lab["mine"]))
+    assert len(charts(app)) == 6
+    assert sum("An earlier version recorded this run" in caption.value for caption in app.caption) == 1
 
 
 def test_what_was_not_finite_is_seen_as_such(open_page, lab):

@@ -1,5 +1,6 @@
 """Opening a database: which are taken, how SQLite is set up, how its schema comes up to date."""
 
+import math
 import shutil
 import sqlite3
 import subprocess
@@ -14,14 +15,15 @@ from sqlalchemy import create_engine, text
 
 from comet_core.config import RunConfig
 from comet_core.launcher import PROJECT
-from storage import database, runs
+from comet_core.metrics import PEAK_PARTS
+from storage import database, queries, runs
 from storage.tables import Base, Run, StepRow
 from tests.storage.conftest import close_databases
 
 LATER = '''"""A later step."""
 import sqlalchemy as sa
 from alembic import op
-revision, down_revision = "0002", "0001"
+revision, down_revision = "9000", "0002"
 def upgrade() -> None:
     op.add_column("runs", sa.Column("colour", sa.Text()))
     {more}
@@ -35,7 +37,7 @@ def later_version(tmp_path, monkeypatch):
     def make(more: str = "pass") -> None:
         migrations = tmp_path / "later" / "storage" / "migrations"
         shutil.copytree(PROJECT / "storage" / "migrations", migrations)
-        (migrations / "versions" / "0002_later.py").write_text(LATER.format(more=more))
+        (migrations / "versions" / "9000_later.py").write_text(LATER.format(more=more))
         monkeypatch.setattr(database, "PROJECT", tmp_path / "later")
         close_databases()
 
@@ -121,10 +123,33 @@ def test_an_older_database_is_copied_then_upgraded_with_its_data(comet_home, lat
     later_version()
     with database.session() as reading:
         assert reading.scalar(text("SELECT name FROM runs WHERE colour IS NULL")) == "old"
-    (backup,) = comet_home.glob("comet.db.backup-0001-*")
+    (backup,) = comet_home.glob("comet.db.backup-0002-*")
     with closing(sqlite3.connect(backup)) as copy:
         assert copy.execute("SELECT id, name FROM runs").fetchall() == [(run_id, "old")]
         assert "colour" not in copy.execute("SELECT sql FROM sqlite_master WHERE name = 'runs'").fetchone()[0]
+
+
+def test_a_database_from_before_the_parts_of_the_peak_opens_and_misses_them(any_database, tmp_path, monkeypatch):
+    """The first version's own migrations make it, and a step is written as that version did."""
+    shutil.copytree(PROJECT / "storage" / "migrations", tmp_path / "first" / "storage" / "migrations")
+    for later in (tmp_path / "first" / "storage" / "migrations" / "versions").glob("000[2-9]*.py"):
+        later.unlink()
+    monkeypatch.setattr(database, "PROJECT", tmp_path / "first")
+    close_databases()
+    with database.transaction() as writing:
+        assert writing.scalar(text("SELECT version_num FROM alembic_version")) == "0001"
+    run_id = runs.create_run(RunConfig())
+    old = dict.fromkeys(("saved_bytes", "held_bytes", "conv_input_saved_bytes", "conv_input_held_bytes"), 7)
+    old |= {"run_id": run_id, "step": 1, "batch_bytes": 0, "static_bytes": 5, "peak_rss_bytes": 9}
+    with database.transaction() as writing:
+        columns, values = ", ".join(old), ", ".join(f":{name}" for name in old)
+        writing.execute(text(f"INSERT INTO step_metrics ({columns}) VALUES ({values})"), old)
+    monkeypatch.setattr(database, "PROJECT", PROJECT)
+    close_databases()
+    (row,) = queries.step_frame(run_id).to_dict("records")
+    assert (row["saved_bytes"], row["static_bytes"], row["peak_rss_bytes"]) == (7, 5, 9)
+    assert all(math.isnan(row[name]) for name in PEAK_PARTS if name != "batch_bytes")
+    assert queries.peak_frame([run_id]).empty
 
 
 def test_an_upgrade_that_fails_leaves_the_older_database_as_it_was(any_database, later_version):
@@ -136,7 +161,7 @@ def test_an_upgrade_that_fails_leaves_the_older_database_as_it_was(any_database,
     with raw.connect() as connection:
         assert connection.execute(text("SELECT * FROM runs")).mappings().one()["id"] == run_id
         assert "colour" not in connection.execute(text("SELECT * FROM runs")).one()._mapping
-        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "0001"
+        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "0002"
     raw.dispose()
 
 

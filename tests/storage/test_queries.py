@@ -181,3 +181,14 @@ def test_ten_thousand_runs_list_in_under_a_second(three_runs):
     total = queries.count_runs(search="resnet20")
     assert time.perf_counter() - before < 1.0
     assert (len(page), total) == (50, 10_001)
+
+
+def test_the_largest_peak_is_found_with_its_run_and_runs_without_parts_are_left_out(three_runs):
+    one, two, three = three_runs
+    add_steps(one, [3, 2, 1], peak_rss_bytes=[5, 8, 8], other_bytes=[1, 2, 3])
+    add_steps(two, [3, 2], peak_rss_bytes=[9, 5], peak_allocated_bytes=[3, 4], other_bytes=[1, 1])
+    add_steps(three, [1], peak_rss_bytes=[99])
+    frame = queries.peak_frame([two, three, one])
+    assert frame[["id", "step", "other_bytes"]].to_numpy().tolist() == [[two, 2, 1], [one, 2, 2]]
+    assert frame["name"].tolist() == [queries.run(two)["name"], "100% odd_name"]
+    assert queries.peak_frame([three]).empty and queries.peak_frame([]).empty
