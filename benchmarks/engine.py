@@ -91,6 +91,7 @@ def measure(name: str, images_path: str, policy: str, num_steps: int, num_pairs:
     from comet_core.config import RunConfig
     from comet_core.datasets import load_dataset
     from comet_core.device_memory import process_rss_bytes
+    from comet_core.planner import largest_working_set
     from comet_core.trainer import environment, load_kernels
 
     torch.set_num_threads(num_threads)
@@ -104,7 +105,7 @@ def measure(name: str, images_path: str, policy: str, num_steps: int, num_pairs:
     model = build(name, data.num_classes, image_size)
     optimizer = sgd(model, LEARNING_RATE.get(name, 0.02))
     load_kernels(config, torch.device("cpu"))
-    floor = largest_working_set(model, *next(batches))
+    floor = largest_working_set(model, next(batches)[0])
     start_rss_bytes = process_rss_bytes()
     arms = {policy: Arm(model, optimizer, policy)}
     warm_up = []
@@ -159,28 +160,6 @@ def endless(data: Any, batch_size: int) -> Iterator[tuple[Any, Any]]:
         for images, labels in data.train_batches(epoch):
             if len(labels) == batch_size:
                 yield images, labels
-
-
-def largest_working_set(model: Any, images: Any, labels: Any) -> int:
-    """Bytes of input, its gradient and the output's gradient, of the module without children that has most."""
-    import torch
-
-    most = 0
-    handles = []
-
-    def watch(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        nonlocal most
-        if isinstance(output, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
-            most = max(most, 2 * args[0].nbytes + output.nbytes)
-
-    for module in model.modules():
-        if not list(module.children()):
-            handles.append(module.register_forward_hook(watch))
-    with torch.no_grad():
-        model(images)
-    for handle in handles:
-        handle.remove()
-    return most
 
 
 def summary(found: dict) -> dict:

@@ -1,4 +1,4 @@
-"""`python -m comet_core train / bench / data-check`: the engine from a terminal, no database.
+"""`python -m comet_core train / plan / bench / data-check`: the engine from a terminal, no database.
 
 What the user can mend is one sentence on stderr and exit code 2. `train` and `bench codec` start themselves once more
 with glibc's allocator told to give freed memory back, a setting that only a new process can take up, so that peaks are
@@ -40,12 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train once and print what was saved")
     check = commands.add_parser("data-check", help="read a data set and say what is in it")
-    for command in (train, check):
+    plan = commands.add_parser("plan", help="what fits into memory, with and without compression")
+    for command in (train, check, plan):
         command.add_argument("--preset", help=f"start from these values: {', '.join(config.PRESETS)}")
         command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                              help="any option; repeatable, of one given twice the last counts")  # fmt: skip
     train.add_argument("--json", type=Path, metavar="FILE", help="write config, history and summary to this file")
     check.add_argument("--json", action="store_true", help="answer as JSON")
+    _add_plan(plan)
     _add_bench(commands.add_parser("bench", help="measure codecs on a tensor"))
     given = parser.parse_args(arguments)
     try:
@@ -54,9 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
             return _layers(given.model) if given.subject == "layers" else _bench(given)
         values = config.preset_values(given.preset) if given.preset else {}
         settings = config.parse_settings(given.set)
+        if given.command == "plan":
+            settings["model"] = given.model
         run = config.config_from_dict({**values, **settings})
         if given.command == "data-check":
             return _check(run, as_json=given.json)
+        if given.command == "plan":
+            return _plan(run, given)
         return _train(run, settings, given.json)
     except (ValueError, RuntimeError, OSError) as error:
         if given.command == "data-check" and given.json:
@@ -64,6 +70,26 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("model", metavar="MODEL", help=f"one of {', '.join(config.MODELS)}")
+    plan.add_argument("--batch", type=_whole(1, 10**6), metavar="N", default=128, help="images (default: %(default)s)")
+    plan.add_argument("--memory", type=_bytes, metavar="SIZE", help="what there is, as 8GiB, 8GB, 512MiB or bytes")
+    plan.add_argument("--history", type=Path, nargs="+", default=[], metavar="FILE",
+                      help="what `train --json` wrote for the same network: how far off the prediction is")  # fmt: skip
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file")
+
+
+def _bytes(text: str) -> int:
+    units = {"": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+    units |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", text.strip())
+    if not found or found[2] not in units or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(
+            f"{config.shown(text)} is no size; write it like 8GiB, 8GB, 512MiB or as a number of bytes"
+        )
+    return int(float(found[1]) * units[found[2]])
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
@@ -225,6 +251,54 @@ def _print_summary(run: RunConfig, summary: dict[str, Any]) -> None:
         ("step time, median", shown("median_step_seconds", "{:.3f} s")),
     ):
         print(f"  {label:<50} {value}")
+
+
+def _plan(run: RunConfig, given: argparse.Namespace) -> int:
+    _use_process_settings()
+    _check_output(given.json)
+    histories = []
+    for path in given.history:
+        try:
+            history = json.loads(path.read_text())
+            assert isinstance(history["config"], dict) and isinstance(history["summary"], dict)
+        except (OSError, ValueError, KeyError, TypeError, AssertionError):
+            raise ValueError(
+                f"--history names {config.shown(str(path))}, which `train --json` did not write; give such files."
+            ) from None
+        histories.append(history)
+    from comet_core.planner import plan
+
+    found = plan(run, given.batch, given.memory, histories=histories,
+                 progress=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))  # fmt: skip
+    _print_plan(found)
+    return 0 if _write(given.json, found) else 2
+
+
+def _print_plan(found: dict[str, Any]) -> None:
+    def mib(nbytes: float) -> str:
+        return f"{nbytes / 2**20:,.1f} MiB"
+
+    run, with_memory = found["config"], found["memory_bytes"] is not None
+    print(f"{run['model']} on {run['dataset']}, batch {run['batch_size']}: {mib(found['saved_bytes'])} for backward")
+    print(f"  {'operator':<28}{'saved':>14}{'compressed':>14}")
+    for row in found["operators"]:
+        print(f"  {row['operator']:<28}{mib(row['saved_bytes']):>14}{mib(row['held_bytes']):>14}")
+    print(f"process {mib(found['process_bytes'])}, parameters, gradients and optimizer {mib(found['static_bytes'])}, "
+          f"working set {mib(found['working_set_bytes'])}")  # fmt: skip
+    print(f"  {'':<28}{'ratio':>10}{'predicted peak':>18}" + (f"{'largest batch':>20}" if with_memory else ""))
+    for name, arm in found["arms"].items():
+        line = f"  {name:<28}{arm['compression_ratio']:>9.1f}x{mib(arm['predicted_peak_bytes']):>18}"
+        if with_memory:
+            line += f"{arm['largest_batch']:>20,}" if arm["largest_batch"] else f"{mib(arm['short_bytes']):>14} short"
+        print(line)
+    print(f"Ratios are those of a network that has hardly trained. Largest batches leave {found['margin']:.0%} of the "
+          "predicted peak free.")  # fmt: skip
+    for past in found["past"]:
+        said = past.get("reason") or (
+            f"{past['arm']}, predicted {mib(past['predicted_bytes'])} above its start, measured "
+            f"{mib(past['measured_bytes'])} ({past['predicted_over_measured']:.2f})"
+        )
+        print(f"  a run of batch {past['batch_size']}: {said}")
 
 
 def _layers(model: str) -> int:

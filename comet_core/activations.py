@@ -121,6 +121,16 @@ class SavedTensors:
         """Per layer: operator, bytes of its inputs, bytes held for them, number of values; of this iteration so far."""
         return self._layer_bytes
 
+    def held_by_operator(self) -> dict[str, int]:
+        """Bytes held now for backward, by the operator that saved a storage first; "other": none that is listed."""
+        held: dict[str, int] = {}
+        for entry in list(self._entries.values()):
+            name = entry.site[1] if entry.site else "other"
+            kept = entry.raw_bytes if entry.num_exact else 0
+            kept += sum(record.encoded.nbytes for record in list(entry.records.values()))
+            held[name] = held.get(name, 0) + kept
+        return held
+
     # Entering and leaving the model
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -349,7 +359,7 @@ class SavedTensors:
         if choices is not None:
             encoded = codec.encode_as(tensor, bound, choices, sign_exact=keeps_sign)
             if encoded.nbytes > _MOST_GROWTH * bytes_a_value * tensor.numel():
-                del self._choices[place]
+                self._choices.pop(place, None)
             return encoded
         encoded = codec.encode(tensor, bound, sign_exact=keeps_sign)
         self._choices[place] = encoded.nbytes / tensor.numel(), codec.choices_of(encoded)

@@ -206,6 +206,10 @@ class Session:
         self._memory.reset_peak()
         return self.last_step
 
+    def held_by_operator(self) -> dict[str, int]:
+        """Bytes held at this moment, by operator; between forward and backward their sum is the step's `held_bytes`."""
+        return self._saved_tensors.held_by_operator()
+
     def audit(self) -> StorageAudit:
         """Which storages that were saved for backward are alive, who keeps them, and why. Print it for a table.
 
