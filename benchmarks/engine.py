@@ -40,7 +40,7 @@ NETWORKS = {  # image size, batch size
     "efficientnet_b0": (64, 32),
     "vit_tiny": (64, 32),
 }
-LEARNING_RATE = {"resnet18": 0.05, "resnet50": 0.02, "vgg16_bn": 0.02, "alexnet": 0.01, "efficientnet_b0": 0.05}
+LEARNING_RATE = {"resnet18": 0.05, "resnet50": 0.02, "vgg16_bn": 0.002, "alexnet": 0.01, "efficientnet_b0": 0.05}
 NUM_PLAIN_STEPS = 6  # on the default allocator
 
 
