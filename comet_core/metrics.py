@@ -1,4 +1,4 @@
-"""`StepMetrics`, `LayerMetrics`, `EvalMetrics`, the `Recorder` protocol, list and console recorders.
+"""`StepMetrics`, `LayerMetrics`, `EvalMetrics`, `AuditMetrics`, `ControllerEvent`, the `Recorder` protocol, a list recorder.
 
 One name from the engine to the axis of a chart: a field here is a column of the same name in the database and, with the
 label and unit of its metadata, the title of an axis. A test holds the three together. Stdlib only.
@@ -81,6 +81,56 @@ class LayerMetrics:
     target_sigma: float | None = _metric("Allowed gradient error (standard deviation)")
     gradient_noise: float | None = _metric("Sampling noise of the gradient (standard deviation)")
     nonzero_fraction: float | None = _metric("Share of non-zero values", "fraction")
+    audit_factor: float | None = _metric("Measured over modelled gradient error, as learned")  # part of predicted_sigma
+    # What the papers' form of the rule reads: sigma = a * L * sqrt(N * R) * bound, with a = 0.32 there
+    mean_output_gradient: float | None = _metric("Mean magnitude of the output's gradient (L)")
+    paper_coefficient: float | None = _metric("Coefficient of the papers' form (a)")
+
+
+AUDIT_BINS = 32
+"""Bins of `AuditMetrics.error_histogram`, of equal width over -4 to 4 measured standard deviations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditMetrics:
+    """One layer's gradient formed twice in one iteration: from the exact tensor and from what was stored.
+
+    The gradient is that of the weight ("weight"), of a norm's scale ("norm"), or the one passed on ("upstream").
+    All figures are of the same batch, unscaled.
+    """
+
+    step: int = field(metadata={"label": "Step", "unit": ""})
+    name: str = field(metadata={"label": "Layer", "unit": ""})
+    operator: str = field(metadata={"label": "Operator", "unit": ""})
+    gradient: str = field(metadata={"label": "Gradient of", "unit": ""})
+    num_elements: int = _metric("Gradient elements compared", "elements", 0)
+    gradient_rms: float | None = _metric("Gradient (root mean square)")
+    measured_sigma: float | None = _metric("Measured gradient error (standard deviation)")
+    predicted_sigma: float | None = _metric("Predicted gradient error (standard deviation)")  # at the bound that was used
+    mean_error: float | None = _metric("Mean error over its standard error")  # beyond 3: biased
+    slope: float | None = _metric("Slope of the error on the exact gradient")  # -0.1: the gradient shrinks by a tenth
+    correlation: float | None = _metric("Correlation of the error with the exact gradient")
+    excess_kurtosis: float | None = _metric("Excess kurtosis of the error")  # 0: as a normal distribution's
+    passed_error: float | None = _metric("Relative error of the gradient passed on")  # None: none is made here
+    error_histogram: str | None = _metric("Histogram of the error")  # AUDIT_BINS counts, separated by commas
+    extra_bytes: int = _metric("Kept for the audit", "bytes", 0)  # exact tensors; not in held_bytes
+    audit_seconds: float | None = _metric("Time of the audit", "s")
+
+
+EVENT_KINDS = (
+    "budget", "clamped", "exact", "override", "not finite", "factor", "warm-up", "loss spike", "recovering", "memory",
+)  # fmt: skip
+"""Why a controller did what it did, `ControllerEvent.kind`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerEvent:
+    """A decision of the controller and its reason."""
+
+    step: int = field(metadata={"label": "Step", "unit": ""})
+    kind: str = field(metadata={"label": "Kind", "unit": ""})  # one of EVENT_KINDS
+    layer: str | None = _metric("Layer")  # None: all layers
+    message: str = _metric("Reason", "", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,24 +162,34 @@ class Recorder(Protocol):
 
     def record_step(self, metrics: StepMetrics) -> None: ...
     def record_layers(self, metrics: Sequence[LayerMetrics]) -> None: ...
+    def record_audits(self, metrics: Sequence[AuditMetrics]) -> None: ...
+    def record_events(self, events: Sequence[ControllerEvent]) -> None: ...
     def record_eval(self, metrics: EvalMetrics) -> None: ...
     def close(self) -> None:
         """Returns once everything taken so far is kept, or has been given up with a message."""
 
 
 class ListRecorder:
-    """Keeps the history in three lists: for tests, for `--json` and for notebooks."""
+    """Keeps the history in lists: for tests, for `--json` and for notebooks."""
 
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
         self.layers: list[LayerMetrics] = []
         self.evals: list[EvalMetrics] = []
+        self.audits: list[AuditMetrics] = []
+        self.events: list[ControllerEvent] = []
 
     def record_step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
 
     def record_layers(self, metrics: Sequence[LayerMetrics]) -> None:
         self.layers.extend(metrics)
+
+    def record_audits(self, metrics: Sequence[AuditMetrics]) -> None:
+        self.audits.extend(metrics)
+
+    def record_events(self, events: Sequence[ControllerEvent]) -> None:
+        self.events.extend(events)
 
     def record_eval(self, metrics: EvalMetrics) -> None:
         self.evals.append(metrics)
@@ -140,7 +200,10 @@ class ListRecorder:
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
         return {
             name: [asdict(row) for row in rows]
-            for name, rows in (("steps", self.steps), ("evals", self.evals), ("layers", self.layers))
+            for name, rows in (
+                ("steps", self.steps), ("evals", self.evals), ("layers", self.layers), ("audits", self.audits),
+                ("events", self.events),
+            )  # fmt: skip
         }
 
 
