@@ -1,4 +1,4 @@
-"""`StepMetrics`, `LayerMetrics`, `EvalMetrics`, `AuditMetrics`, `ControllerEvent`, the `Recorder` protocol, a list recorder.
+"""`StepMetrics`, `LayerMetrics`, `EvalMetrics`, `AuditMetrics`, `ControllerEvent`, the `Recorder` protocol, a list.
 
 One name from the engine to the axis of a chart: a field here is a column of the same name in the database and, with the
 label and unit of its metadata, the title of an axis. A test holds the three together. Stdlib only.
@@ -106,7 +106,7 @@ class AuditMetrics:
     num_elements: int = _metric("Gradient elements compared", "elements", 0)
     gradient_rms: float | None = _metric("Gradient (root mean square)")
     measured_sigma: float | None = _metric("Measured gradient error (standard deviation)")
-    predicted_sigma: float | None = _metric("Predicted gradient error (standard deviation)")  # at the bound that was used
+    predicted_sigma: float | None = _metric("Predicted gradient error (standard deviation)")  # at the bound used
     mean_error: float | None = _metric("Mean error over its standard error")  # beyond 3: biased
     slope: float | None = _metric("Slope of the error on the exact gradient")  # -0.1: the gradient shrinks by a tenth
     correlation: float | None = _metric("Correlation of the error with the exact gradient")
@@ -201,9 +201,12 @@ class ListRecorder:
         return {
             name: [asdict(row) for row in rows]
             for name, rows in (
-                ("steps", self.steps), ("evals", self.evals), ("layers", self.layers), ("audits", self.audits),
+                ("steps", self.steps),
+                ("evals", self.evals),
+                ("layers", self.layers),
+                ("audits", self.audits),
                 ("events", self.events),
-            )  # fmt: skip
+            )
         }
 
 
