@@ -29,7 +29,7 @@ ARMS: dict[str, list[str]] = {
     "noise, 5 %, dithered": ["codec_params=dither=true"],
     "noise, 5 %, norms 5 %": ["norm_budget=0.05"],
     "noise, 5 %, norms 50 %": ["norm_budget=0.5"],
-    "group_quantized, 2 bits": ["codec=group_quantized", "codec_params=bits=2"],
+    "group_quantized, 2 bits": ["codec=group_quantized", "codec_params=num_bits=2"],
 }
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t at 0.975, 1 to 9 degrees
 AUDITED = ("slope", "mean_error", "excess_kurtosis", "passed_error")
