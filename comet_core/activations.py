@@ -221,7 +221,7 @@ class SavedTensors:
                 layer = f"{path}.{operator.name}".lstrip(".")
             if count:
                 layer = f"{layer}:{count + 1}"
-        return Call(operator, arguments, layer, (path, operator.name, count))
+        return Call(operator, arguments, layer, (path, operator.name, count), (func, args, kwargs))
 
     @contextlib.contextmanager
     def running(self, call: Call) -> Iterator[None]:
@@ -283,7 +283,7 @@ class SavedTensors:
             return late
         handle = self._choose(tensor, call, need, entry)
         if approximate:
-            self._count_layer(call, tensor, handle)
+            self._note_layer(call, tensor, handle)
         return handle
 
     def settle(self, call: Call) -> None:
@@ -292,7 +292,7 @@ class SavedTensors:
         for late, tensor, entry in call.late:
             kept = self._choose(tensor, call, Need.APPROXIMATE, entry)
             late.kept = kept
-            self._count_layer(call, tensor, kept)
+            self._note_layer(call, tensor, kept)
         call.late.clear()
         self.pack_seconds += time.perf_counter() - started
 
@@ -365,7 +365,8 @@ class SavedTensors:
         self._choices[place] = encoded.nbytes / tensor.numel(), codec.choices_of(encoded)
         return encoded
 
-    def _count_layer(self, call: Call, tensor: Tensor, handle: Handle) -> None:
+    def _note_layer(self, call: Call, tensor: Tensor, handle: Handle) -> None:
+        call.stored.append((tensor.detach(), handle))
         raw = tensor.numel() * tensor.element_size()
         held = handle.record.encoded.nbytes if isinstance(handle, RecordHandle) else raw
         _, raw_before, held_before, count = self._layer_bytes.get(call.layer, ("", 0, 0, 0))
@@ -404,6 +405,8 @@ class AttributionMode(TorchFunctionMode):
         self._saved_tensors.policy.called(call, output)
         if call.late:
             self._saved_tensors.settle(call)
+        if call.stored:
+            self._saved_tensors.policy.stored(call, output)
         return output
 
 

@@ -38,6 +38,7 @@ POLICIES = {
 CONTROLLERS = {
     "noise": "bounds from a budget on the mini-batch's own sampling noise",
     "momentum": "COMET's rule: gradient error at a fraction of the mean momentum",
+    "memory": "the smallest noise budget at which what is held for backward fits into given bytes",
     "fixed": "one absolute error bound for every lossy tensor",
 }
 CODECS = {
@@ -56,6 +57,10 @@ CODEC_PARAMS: dict[str, dict[str, range | tuple[bool | int | str, ...]]] = {
     "cast": {"dtype": ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")},
     "sparse": {},
     "lossless": {},
+}
+OPTIMIZERS = {
+    "sgd": "stochastic gradient descent, with momentum and L2 penalty",
+    "adam": "Adam, with L2 penalty; a learning rate of 0.001 is usual",
 }
 SCHEDULES = {
     "one_cycle": "up to the learning rate over the first 30 % of the steps, then down to zero",
@@ -147,8 +152,9 @@ class RunConfig:
         0.1, "Training", "Learning rate", "The highest value of the schedule.", low=0.0, high=100.0, open_low=True
     )
     schedule: str = _option("one_cycle", "Training", "Schedule", "How the learning rate moves.", menu=SCHEDULES)
+    optimizer: str = _option("sgd", "Training", "Optimizer", "How weights follow gradients.", menu=OPTIMIZERS)
     momentum: float = _option(0.9, "Training", "Momentum", "Of SGD; 0 is plain SGD.", low=0.0, high=0.9999)
-    weight_decay: float = _option(5e-4, "Training", "Weight decay", "L2 penalty of SGD.", low=0.0, high=1.0)
+    weight_decay: float = _option(5e-4, "Training", "Weight decay", "L2 penalty.", low=0.0, high=1.0)
     seed: int = _option(
         0, "Training", "Seed", "Decides weights, order of the data, crops and splits.", low=0, high=2**31 - 1
     )
@@ -187,6 +193,22 @@ class RunConfig:
     )
     error_bound: float = _option(
         1e-3, "Memory", "Error bound", "Largest error of any stored value; controller fixed.", low=0.0, high=1e6
+    )
+    memory_bytes: int = _option(
+        2**30,
+        "Memory",
+        "Memory for saved tensors",
+        "What may be held for backward; controller memory.",
+        unit="bytes",
+        low=1,
+        high=2**50,
+    )
+    layer_bounds: str = _option(
+        "",
+        "Memory",
+        "Bounds of single layers",
+        "As pattern=bound,pattern=bound with layer names as the layer table shows them, * for any text, and exact for "
+        "no error; they take the place of the controller's.",
     )
     collect_every: int = _option(
         100,
@@ -232,6 +254,11 @@ class RunConfig:
                 parse_codec_params(self.codec, self.codec_params)
             except ValueError as error:
                 problems["codec_params"] = f"codec_params: {error}"
+        if "layer_bounds" not in problems:
+            try:
+                parse_layer_bounds(self.layer_bounds)
+            except ValueError as error:
+                problems["layer_bounds"] = f"layer_bounds: {error}"
         if problems:
             raise ConfigError(problems)
 
@@ -333,6 +360,39 @@ def parse_codec_params(codec: str, text: str) -> dict[str, Any]:
     return check_codec_params(codec, params)
 
 
+def check_layer_bounds(bounds: Mapping[str, Any]) -> dict[str, float | None]:
+    """Pattern -> absolute bound, None for "exact". Raises ValueError with a sentence for anything else."""
+    if not isinstance(bounds, Mapping):
+        raise ValueError(f"layer_bounds is {shown(bounds)}; allowed: a dict, such as {{'layer1.*': 1e-3}}.")
+    checked: dict[str, float | None] = {}
+    for pattern, given in bounds.items():
+        value = as_plain(given)
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(f"{shown(pattern)} is no pattern of layer names; give a text such as 'layer1.*'.")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e6
+        if not number and value != "exact":
+            raise ValueError(f"{pattern} is {shown(value)}; allowed: a number from 0 to 1e6, or exact.")
+        checked[pattern] = None if value == "exact" else float(value)
+    return checked
+
+
+def parse_layer_bounds(text: str) -> dict[str, float | str]:
+    """The bounds that "pattern=bound,pattern=exact" gives; an empty text gives none. Raises ValueError as above."""
+    bounds: dict[str, Any] = {}
+    for setting in filter(None, text.split(",")):
+        pattern, equals, raw = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise ValueError(f"{shown(setting)} has no bound; write pattern=bound,pattern=exact.")
+        if pattern in bounds:
+            raise ValueError(f"{pattern} is given twice; write it once.")
+        try:
+            bounds[pattern] = float(raw)
+        except ValueError:
+            bounds[pattern] = raw
+    check_layer_bounds(bounds)
+    return bounds
+
+
 FIELDS = {entry.name: entry for entry in fields(RunConfig)}
 
 
@@ -381,14 +441,16 @@ def unread(values: Mapping[str, Any]) -> dict[str, str]:
     The form hides them; a twin without compression carries them along unread.
     """
     lossy_only = {
-        "controller": "", "collect_every": "", "noise_budget": "noise", "norm_budget": "noise",
-        "momentum_fraction": "momentum", "error_bound": "fixed",
+        "controller": "", "collect_every": "", "layer_bounds": "", "noise_budget": "noise", "norm_budget": "noise",
+        "momentum_fraction": "momentum", "error_bound": "fixed", "memory_bytes": "memory",
     }  # fmt: skip
     found = {}
     if values["dataset"] != "image_folder":
         found["dataset_path"] = f"dataset={values['dataset']}"
     if values["dataset"] not in ("image_folder", "digits"):
         found["test_fraction"] = f"dataset={values['dataset']}"
+    if values["optimizer"] != "sgd":
+        found["momentum"] = f"optimizer={values['optimizer']}"
     if values["policy"] != "compress":
         found |= dict.fromkeys(["codec", "codec_params", *lossy_only], f"policy={values['policy']}")
         return found

@@ -15,7 +15,7 @@ about e^2 * mean(h'^2) / mean(h^2). Sensitivity is the mean of ((h(x +- e) - h(x
 kinks (Hardswish at -3 and 3) count as what they do there; sum g^2 is measured in backward, with the d that there is.
 For a product y = x * s, h is x where the error is and g is the other factor's gradient, summed over positions where
 that factor is broadcast: sensitivity is R. `out_channels` is the number of elements of g, so that sigma is an element's
-again. Measured / predicted, without the factor below: 0.85 to 1.15 for SiLU, GELU, Mish, Softplus, ELU, CELU, Hardswish
+again. Measured / modelled: 0.85 to 1.15 for SiLU, GELU, Mish, Softplus, ELU, CELU, Hardswish
 and products at bounds of 1 and 10 % of the input's deviation (SELU, whose kink at zero rounding favours: 1.4).
 
 Such noise adds up on its way: layers share one budget, in proportion to their values, which for a given sum costs
@@ -25,37 +25,31 @@ over positions and samples where its own sampling noise is correlated and the ad
 Norms (THEORY section 2). Groups of layer, group, instance and RMS norm are a sample's own. e_hat is the error in units
 of the group's deviation s, m the elements of a group: dx has a relative error of e_hat * sqrt(rho^2 + 1/m), the scale's
 gradient one of e_hat * sqrt(sum d^2). With one bound for groups of different s, the square of dx's error is e^2 / m *
-mean(1 / s^4) / mean(1 / s^2): that quotient takes the place of 1 / s^2. Measured / predicted for dx 0.5 to 2, for the
+mean(1 / s^4) / mean(1 / s^2): that quotient takes the place of 1 / s^2. Measured / modelled for dx 0.5 to 2, for the
 scale 0.6 to 1.4 (tests/comet_core/test_operators.py).
+
+Rounding at coarse bounds follows the values, and so a little the gradient: measured / modelled has a median of 1.15 to
+1.2 for weights (THEORY section 1). Audits (audit.py) measure it for each layer; the controller's factor starts from
+that.
 """
 
 import math
 
-# Plain rounding at coarse bounds is not independent of the gradient: measured / predicted has a median of 1.15 to 1.2
-# (THEORY section 1). Audits will replace it by a factor a layer.
-ROUNDING_FACTOR = 1.2
+START_FACTORS = {"weight": 1.2, "norm": 1.0, "upstream": 1.0}
+"""Measured over modelled standard deviation, by the gradient that an error changes, before a layer was audited."""
 
 
-def weight_sigma(error_bound: float, energy: float, out_channels: float) -> float:
-    """Standard deviation of one weight-gradient element's error: convolution and linear inputs (THEORY section 1)."""
-    return ROUNDING_FACTOR * error_bound * math.sqrt(energy / (3 * out_channels))
+def modelled_sigma(bound: float, energy: float, channels: float) -> float:
+    """Standard deviation of one gradient element's error, for a bound that is used in full and evenly.
 
-
-def weight_error_bound(sigma: float, energy: float, out_channels: float) -> float:
-    """The bound at which `weight_sigma` is `sigma`. `energy` must be positive."""
-    return sigma / (ROUNDING_FACTOR * math.sqrt(energy / (3 * out_channels)))
-
-
-def norm_sigma(bound_in_std: float, energy: float, channels: float) -> float:
-    """Standard deviation of the error of a norm's scale gradient, averaged over channels (THEORY section 2).
-
-    `bound_in_std`: error bound in units of the channel's standard deviation. The gradient of the shift has no error.
+    `bound` in the tensor's units, for a norm in the channel's standard deviations; `channels` share `energy` out (a
+    norm's shift has no error).
     """
-    return bound_in_std * math.sqrt(energy / (3 * channels))
+    return bound * math.sqrt(energy / (3 * channels))
 
 
-def norm_bound_in_std(sigma: float, energy: float, channels: float) -> float:
-    """The bound, in channel standard deviations, at which `norm_sigma` is `sigma`. `energy` must be positive."""
+def bound_at(sigma: float, energy: float, channels: float) -> float:
+    """The bound at which `modelled_sigma` is `sigma`. `energy` must be positive."""
     return sigma / math.sqrt(energy / (3 * channels))
 
 

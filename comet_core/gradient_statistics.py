@@ -100,6 +100,17 @@ class Energy(NamedTuple):
     output: float  # of sensitivity * d^2, d the gradient at the output
     passed: float | None = None  # of the squares of the gradient passed on that errors change; None: not watched
     num_passed: int = 0  # elements of it
+    mean_magnitude: float | None = None  # of d; the papers' L
+
+
+class _Part(NamedTuple):
+    """One backward call's share of an `Energy`."""
+
+    output: Tensor
+    passed: Tensor | None
+    num_passed: int
+    magnitude: Tensor
+    num_output: int
 
 
 class OutputEnergy:
@@ -108,7 +119,7 @@ class OutputEnergy:
     def __init__(self, grad_scaler: Any) -> None:
         self.grad_scaler = grad_scaler
         self._lock = threading.Lock()
-        self._sums: defaultdict[str, list[tuple[Tensor, Tensor | None, int]]] = defaultdict(list)
+        self._sums: defaultdict[str, list[_Part]] = defaultdict(list)
 
     def watch(self, layer: str, output: Tensor, sensitivity: float, passed_on: list[int]) -> None:
         """Add this call's energy once backward reaches its output; the hook lives and dies with the graph.
@@ -125,9 +136,12 @@ class OutputEnergy:
                 return
             changed = [passed[i] for i in passed_on if i < len(passed)]
             squares = [(self._square(one), one.numel()) for one in changed if one is not None]
-            weakest = min(squares, key=lambda pair: float(pair[0])) if squares else (None, 0)
+            square, number = min(squares, key=lambda pair: float(pair[0])) if squares else (None, 0)
+            d = arrived[0].detach()
+            magnitude = torch.linalg.vector_norm(d, 1, dtype=torch.float32) / loss_scale(self.grad_scaler)
+            part = _Part(sensitivity * self._square(d), square, number, magnitude, d.numel())
             with self._lock:
-                self._sums[layer].append((sensitivity * self._square(arrived[0]), *weakest))
+                self._sums[layer].append(part)
 
         if passed_on:
             node.register_hook(add)
@@ -146,10 +160,13 @@ class OutputEnergy:
             sums, self._sums = self._sums, defaultdict(list)
         energies = {}
         for layer, parts in sums.items():
-            passed = [float(part) for _, part, _ in parts if part is not None]
-            output = math.fsum(float(part) for part, _, _ in parts)
-            watched = len(passed) == len(parts)
-            energies[layer] = Energy(output, math.fsum(passed) if watched else None, sum(num for *_, num in parts))
+            passed = [float(part.passed) for part in parts if part.passed is not None]
+            energies[layer] = Energy(
+                math.fsum(float(part.output) for part in parts),
+                math.fsum(passed) if len(passed) == len(parts) else None,
+                sum(part.num_passed for part in parts),
+                math.fsum(float(part.magnitude) for part in parts) / sum(part.num_output for part in parts),
+            )
         return energies
 
 

@@ -243,9 +243,11 @@ class Call:
     arguments: Arguments
     layer: str  # path in the model; of the weight's owner where there is one
     site: tuple[str, str, int]  # module path, operator, how many such calls came before in this forward
+    spelling: tuple[Any, Any, Any] = (None, (), {})  # the function as it was called, args, kwargs
     sensitivity: float = 1.0  # mean square of what an error does, see error_models; written at collections
     inverse_std: Tensor | None = None  # of each normalised group; written when a norm saves it
     late: list[Any] = field(default_factory=list)  # what is stored once the operator has returned
+    stored: list[tuple[Tensor, Any]] = field(default_factory=list)  # approximate inputs and the handles that keep them
 
     @property
     def weight(self) -> Tensor | None:
@@ -435,6 +437,17 @@ def spread_of_groups(call: Call) -> Tensor | float | None:
     square = inverse.double().square()
     spread = math.sqrt(float(square.mean() / square.square().mean()))
     return min(spread, 1.0) if call.operator is RMS_NORM else spread  # it saves the normalised values as well
+
+
+def scale_sensitivity(call: Call, spread: Tensor | float | None) -> float:
+    """Mean square of what an error in units of `spread` does to a norm's scale, for each unit of d^2.
+
+    1 where each channel has its own deviation; with one figure for groups of different deviations, those of small
+    deviation do more than it says.
+    """
+    if not isinstance(spread, float) or call.inverse_std is None:
+        return 1.0
+    return spread**2 * float(call.inverse_std.double().square().mean())
 
 
 def is_composite(func: Callable[..., Any]) -> bool:

@@ -17,6 +17,7 @@ import platform
 import time
 import warnings
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -51,6 +52,8 @@ def attach(
     norm_budget: float = 0.2,
     momentum_fraction: float = 0.01,
     error_bound: float = 1e-3,
+    memory_bytes: int = 2**30,
+    layer_bounds: Mapping[str, float | str] | None = None,
     collect_every: int = 100,
     codec: str = "error_bounded",
     codec_params: dict[str, Any] | None = None,
@@ -61,7 +64,9 @@ def attach(
     """Attach a memory policy to `model` and return the session; use it in `with`, or call `close()`.
 
     `optimizer`: the one, a list, or None; read for its momentum, never changed. Budgets are shares (0.05 is 5 %), see
-    `RunConfig` for ranges. `grad_scaler`: the AMP scaler whose scale is on the gradients. `recorder` gets the history.
+    `RunConfig` for ranges. `memory_bytes`: what may be held for backward, controller "memory". `layer_bounds`: pattern
+    of layer names -> absolute bound or "exact", in place of the controller's. `grad_scaler`: the AMP scaler whose scale
+    is on the gradients. `recorder` gets the history.
     `tune_allocator` lowers glibc's mmap threshold for this process, so that freed memory really leaves it.
     Raises ValueError for an unknown name, a value out of range, or a compiled model.
     """
@@ -74,8 +79,10 @@ def attach(
         codec=codec,
         momentum_fraction=momentum_fraction,
         error_bound=error_bound,
+        memory_bytes=memory_bytes,
         collect_every=collect_every,
     )
+    given_bounds = config.check_layer_bounds({} if layer_bounds is None else layer_bounds)
     params = config.check_codec_params(codec, {} if codec_params is None else codec_params)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; give the torch.nn.Module that is trained.")
@@ -93,10 +100,11 @@ def attach(
         rules: dict[str, dict[str, Any]] = {
             "noise": {"noise_budget": noise_budget, "norm_budget": norm_budget},
             "momentum": {"momentum_fraction": momentum_fraction},
+            "memory": {"memory_bytes": memory_bytes},
             "fixed": {"error_bound": error_bound},
         }
         chosen: MemoryPolicy = CompressPolicy(
-            controller=CONTROLLERS[controller](**rules[controller]),
+            controller=CONTROLLERS[controller](**rules[controller], layer_bounds=given_bounds),
             codec=codecs.get_codec(codec, **params),
             collect_every=collect_every,
             grad_scaler=grad_scaler,
@@ -166,8 +174,9 @@ class Session:
         self.num_steps += 1
         saved = self._saved_tensors
         layer_bytes = saved.layer_bytes()
-        news = self.policy.after_step(self.num_steps)
         count = self._ledger.close_iteration()
+        loss = train_loss.item() if isinstance(train_loss, Tensor) else train_loss
+        news = self.policy.after_step(self.num_steps, loss=loss, held_bytes=count.held)
         batch_bytes = self._ledger.batch_bytes
         parts, peaks = self._parts.close_iteration(count), self._memory.peak()
         on_gpu = peaks["peak_allocated_bytes"]
@@ -176,7 +185,7 @@ class Session:
         self.last_step = StepMetrics(
             step=self.num_steps,
             epoch=epoch,
-            train_loss=train_loss.item() if isinstance(train_loss, Tensor) else train_loss,
+            train_loss=loss,
             train_accuracy=train_accuracy,
             learning_rate=learning_rate,
             num_samples=num_samples,
@@ -199,10 +208,15 @@ class Session:
         if news or not self.layers:
             self.layers = self.policy.layer_metrics(self.num_steps, layer_bytes)
         saved.close_iteration(bounds_changed=news)
+        audits, events = self.policy.take_audits(), self.policy.take_events()
         if self.recorder is not None:
             self.recorder.record_step(self.last_step)
             if news and self.layers:
                 self.recorder.record_layers(self.layers)
+            if audits:
+                self.recorder.record_audits(audits)
+            if events:
+                self.recorder.record_events(events)
         self._memory.reset_peak()
         return self.last_step
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import comet_core
 from comet_core.codecs import get_codec
 from comet_core.codecs.base import ErrorBound
-from comet_core.config import RunConfig, check_system, parse_codec_params
+from comet_core.config import RunConfig, check_system, parse_codec_params, parse_layer_bounds
 from comet_core.datasets import Dataset, load_dataset
 from comet_core.device_memory import peak_rss_source, process_rss_bytes
 from comet_core.metrics import PEAK_PARTS, EvalMetrics, Recorder, StepMetrics, compression_ratio
@@ -53,9 +53,7 @@ def train(
     data = load_dataset(config)
     torch.manual_seed(config.seed)
     model = build_model(config.model, data.num_classes, data.num_channels, data.image_size).to(device)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
-    )
+    optimizer = build_optimizer(model, config)
     steps_per_epoch = data.steps_per_epoch
     num_steps = config.epochs * steps_per_epoch
     scheduler = learning_rate_schedule(config, optimizer, num_steps)
@@ -68,6 +66,8 @@ def train(
         norm_budget=config.norm_budget,
         momentum_fraction=config.momentum_fraction,
         error_bound=config.error_bound,
+        memory_bytes=config.memory_bytes,
+        layer_bounds=parse_layer_bounds(config.layer_bounds),
         collect_every=config.collect_every,
         codec=config.codec,
         codec_params=parse_codec_params(config.codec, config.codec_params),
@@ -153,6 +153,14 @@ def evaluate(model: nn.Module, data: Dataset, step: int, epoch: int, started: fl
         eval_seconds=now - began,
         wall_seconds=now - started,
     )
+
+
+def build_optimizer(model: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """The one that `config` names, over all parameters."""
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=config.momentum, weight_decay=decay)
 
 
 def learning_rate_schedule(

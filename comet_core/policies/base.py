@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.codecs.base import Codec, ErrorBound
-from comet_core.metrics import LayerMetrics, compression_ratio
+from comet_core.metrics import AuditMetrics, ControllerEvent, LayerMetrics, compression_ratio
 from comet_core.operators import Call
 
 
@@ -42,9 +42,20 @@ class MemoryPolicy:
     def called(self, call: Call, output: Any) -> None:
         """The operator returned `output`: a moment to watch its gradient."""
 
-    def after_step(self, iteration: int) -> bool:
-        """The iteration is over. Returns whether layers have news to record."""
+    def stored(self, call: Call, output: Any) -> None:
+        """What the operator saved approximately is stored now, as `call.stored` says: a moment to audit it."""
+
+    def after_step(self, iteration: int, *, loss: float | None = None, held_bytes: int = 0) -> bool:
+        """The iteration is over; `held_bytes` at its peak. Returns whether bounds may have changed."""
         return False
+
+    def take_audits(self) -> list[AuditMetrics]:
+        """Audits since the last call."""
+        return []
+
+    def take_events(self) -> list[ControllerEvent]:
+        """Decisions since the last call."""
+        return []
 
     def layer_metrics(self, step: int, layer_bytes: Mapping[str, tuple[str, int, int, int]]) -> list[LayerMetrics]:
         """A row a layer from its counted bytes (operator, saved, held, number of values) and what the policy knows."""

@@ -1,11 +1,12 @@
 """Saved tensors are stored compressed, within bounds that a controller sets from gradient statistics.
 
 Statistics are gathered at collections only (iterations 1, 2, 4, ... and then every `collect_every`): a pass over each
-input for its spread and share of non-zeros, a norm over each output's gradient. Between collections a step costs the
-codec and nothing else.
+input for its spread and share of non-zeros, a norm over each output's gradient. After a collection each layer is
+audited, one an iteration (audit.py); in all other iterations a step costs the codec and nothing else.
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,10 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from comet_core.audit import GradientAudit, bound_square
 from comet_core.codecs.base import Codec, ErrorBound
-from comet_core.controllers import START_RANGE_FRACTION, Controller, LayerStatistics, is_collection, samples_gradients
+from comet_core.controllers import (
+    START_RANGE_FRACTION,
+    Bound,
+    Controller,
+    LayerStatistics,
+    is_collection,
+    samples_gradients,
+)
 from comet_core.gradient_statistics import SAMPLE_SIZE, Energy, GradientSampler, OutputEnergy, agreed_between_ranks
-from comet_core.operators import Call, Kind, root_of, spread_of_groups
+from comet_core.metrics import AuditMetrics, ControllerEvent
+from comet_core.operators import Call, Kind, root_of, scale_sensitivity, spread_of_groups
 from comet_core.policies.base import MemoryPolicy
 
 
@@ -33,6 +43,10 @@ class _Layer:
     value_range: float | None = None
     nonzero_fraction: float | None = None
     num_values: int = 0  # at the last collection
+    batch_size: int = 1
+    mean_output_gradient: float | None = None  # at the last collection
+    audit_ratio: float | None = None  # measured over modelled sigma, since the last collection
+    measured_sigma: float | None = None  # at the last audit
 
 
 class CompressPolicy(MemoryPolicy):
@@ -49,6 +63,8 @@ class CompressPolicy(MemoryPolicy):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._ranks: torch.distributed.ProcessGroup | None = None  # that average gradients, where a DDP is attached
         self._collecting = is_collection(1, collect_every)
+        self._audit = GradientAudit(grad_scaler)
+        self._audits: list[AuditMetrics] = []
 
     def attach(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -74,11 +90,8 @@ class CompressPolicy(MemoryPolicy):
             layer.num_values = values.numel()
             layer.value_range = _spread(values)
             layer.value_std = float(values.float().std(correction=0))
-            layer.nonzero_fraction = call.sensitivity = int(torch.count_nonzero(values)) / values.numel()
-            if call.reads_signs:  # the weight meets negative values only
-                call.sensitivity = int(torch.count_nonzero(values < 0)) / values.numel()
-            if call.operator.slope is not None:
-                call.sensitivity = self._slope_sensitivity(call, values)
+            layer.nonzero_fraction = int(torch.count_nonzero(values)) / values.numel()
+            call.sensitivity = self._sensitivity(call, values)
 
     def called(self, call: Call, output: Any) -> None:
         layer = self._layers.get(call.layer)
@@ -86,10 +99,32 @@ class CompressPolicy(MemoryPolicy):
             return
         if layer.kind == "norm":
             layer.std = spread_of_groups(call)
+            call.sensitivity = scale_sensitivity(call, layer.std)
         if layer.kind != "upstream":
             layer.out_channels = call.out_channels(output)
+            layer.batch_size = output.shape[0] if output.dim() else 1
         if self._collecting:
             self._energy.watch(call.layer, output, call.sensitivity, call.passed_on())
+
+    def stored(self, call: Call, output: Any) -> None:
+        layer = self._layers.get(call.layer)
+        if layer is None or layer.kind != _kind(call) or not self._audit.is_due(call.layer):
+            return
+
+        def energy() -> tuple[float, float]:
+            if layer.kind != "norm":
+                call.sensitivity = self._sensitivity(call, call.stored[0][0])
+            return bound_square(call, layer.std) * call.sensitivity, layer.out_channels
+
+        self._audit.watch(call, output, energy, layer.kind)
+
+    def _sensitivity(self, call: Call, values: Tensor) -> float:
+        """Mean square of what an error in the input does, for each unit of d^2 and of squared error (error_models)."""
+        if call.operator.slope is not None:
+            return self._slope_sensitivity(call, values)
+        if call.reads_signs:  # the weight meets negative values only
+            values = values < 0
+        return int(torch.count_nonzero(values)) / values.numel()
 
     def _slope_sensitivity(self, call: Call, values: Tensor) -> float:
         """Mean square by which the slope changes at the bound in use, for each unit of squared error.
@@ -149,8 +184,11 @@ class CompressPolicy(MemoryPolicy):
         layer.mean_bound = float(value.mean()) if isinstance(value, Tensor) else value
         return value
 
-    def after_step(self, iteration: int) -> bool:
+    def after_step(self, iteration: int, *, loss: float | None = None, held_bytes: int = 0) -> bool:
         collecting = self._collecting
+        self._close_audit(iteration)
+        if iteration == 1:
+            self._warn_of_patterns()
         for sampler in self._samplers.values():
             sampler.close_iteration(iteration)
         if collecting:
@@ -166,19 +204,44 @@ class CompressPolicy(MemoryPolicy):
                 collected = agreed_between_ranks(collected, self._ranks)
             for statistics in collected:
                 self.controller.update(statistics, iteration)
+            self._audit.start_round(self._layers)
+        changed = self.controller.end_iteration(iteration, loss=loss, held_bytes=held_bytes)
         self._collecting = is_collection(iteration + 1, self.collect_every)
         sampling = samples_gradients(iteration + 1, self.collect_every)
         for sampler in self._samplers.values():
             sampler.enabled = sampling or (
                 self.controller.reads_momentum and sampler.needs_every_gradient(self._optimizers)
             )
-        return collecting
+        return collecting or changed
+
+    def _close_audit(self, iteration: int) -> None:
+        found = self._audit.close_iteration(iteration, self.controller.factor_of)
+        if found is None:
+            return
+        audit, ratio = found
+        self._audits.append(audit)
+        layer = self._layers[audit.name]
+        layer.audit_ratio, layer.measured_sigma = ratio, audit.measured_sigma
+
+    def take_audits(self) -> list[AuditMetrics]:
+        audits, self._audits = self._audits, []
+        return audits
+
+    def take_events(self) -> list[ControllerEvent]:
+        return self.controller.take_events()
+
+    def _warn_of_patterns(self) -> None:
+        for pattern in self.controller.unmatched_patterns(set(self._layers)):
+            known = ", ".join(self._layers) or "none was compressed"
+            warnings.warn(f"layer_bounds: {pattern!r} fits none of the layers ({known}).", stacklevel=4)
 
     def _statistics(self, name: str, energy: Energy, num_upstream: int) -> LayerStatistics:
         layer = self._layers[name]
         sampler = self._samplers.get(name)
         if layer.kind == "upstream":
             layer.out_channels = max(energy.num_passed, 1)
+        layer.mean_output_gradient = energy.mean_magnitude
+        ratio, layer.audit_ratio = layer.audit_ratio, None
         return LayerStatistics(
             name=name,
             kind=layer.kind,
@@ -192,6 +255,7 @@ class CompressPolicy(MemoryPolicy):
             momentum_magnitude=(
                 sampler.momentum_magnitude(self._optimizers) if sampler and self.controller.reads_momentum else None
             ),
+            audit_ratio=ratio,
         )
 
     def _known(self, name: str) -> dict[str, Any]:
@@ -205,9 +269,13 @@ class CompressPolicy(MemoryPolicy):
         return {
             "error_bound": layer.mean_bound if kept and bound.kind != "exact" else None,
             "predicted_sigma": bound.predicted_sigma if kept else None,
+            "measured_sigma": layer.measured_sigma,
             "target_sigma": bound.target_sigma if kept else None,
             "gradient_noise": None if variance is None else variance**0.5,
             "nonzero_fraction": layer.nonzero_fraction,
+            "audit_factor": self.controller.factor_of(name, layer.kind) if kept else None,
+            "mean_output_gradient": layer.mean_output_gradient,
+            "paper_coefficient": _paper_coefficient(layer, bound) if kept and bound.kind == "abs" else None,
         }
 
 
@@ -216,6 +284,14 @@ def _kind(call: Call) -> Literal["weight", "norm", "upstream"]:
     if call.passes_upstream:
         return "upstream"
     return "norm" if call.operator.kind is Kind.NORM else "weight"
+
+
+def _paper_coefficient(layer: _Layer, bound: Bound) -> float | None:
+    """a in the papers' sigma = a * L * sqrt(N * R) * bound, at which it gives what is predicted here (0.32 there)."""
+    gradient, nonzero = layer.mean_output_gradient, layer.nonzero_fraction
+    if layer.kind != "weight" or bound.predicted_sigma is None or not gradient or not nonzero or not bound.value:
+        return None
+    return bound.predicted_sigma / (gradient * math.sqrt(layer.batch_size * nonzero) * bound.value)
 
 
 def _spread(values: Tensor) -> float:
