@@ -68,6 +68,10 @@ class GradientAudit:
         """Each of these layers has a turn, one an iteration; a round that is not over yet goes on instead."""
         self._queue = self._queue or deque(layers)
 
+    def next_turn(self) -> None:
+        """An iteration begins: it is the next layer's, where one is left."""
+        self._turn = _Turn(self._queue.popleft()) if self._queue else None
+
     def is_due(self, layer: str) -> bool:
         return self._turn is not None and self._turn.layer == layer
 
@@ -107,12 +111,12 @@ class GradientAudit:
     def close_iteration(
         self, step: int, factor_of: Callable[[str, str], float]
     ) -> tuple[AuditMetrics, float | None] | None:
-        """The audit of the layer whose turn it was, and measured over modelled sigma; then it is the next one's turn.
+        """The audit of the layer whose turn it was, and measured over modelled sigma.
 
         `factor_of(layer, gradient)` is the factor in the predictions. None: the layer was exact, or had no gradient.
         """
         with self._lock:
-            turn, self._turn = self._turn, _Turn(self._queue.popleft()) if self._queue else None
+            turn, self._turn = self._turn, None
         if turn is None or not turn.sums:
             return None
         return _audited(step, turn, factor_of(turn.layer, turn.gradient))

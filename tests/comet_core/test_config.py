@@ -98,6 +98,7 @@ def test_what_the_other_options_make_meaningless_is_known():
 
     assert because() == {
         "dataset_path": "dataset=digits", "momentum_fraction": "controller=noise", "error_bound": "controller=noise",
+        "memory_bytes": "controller=noise",
     }  # fmt: skip
     plain = because(policy="baseline")
     assert {"codec", "codec_params", "controller", "noise_budget", "collect_every"} <= plain.keys()

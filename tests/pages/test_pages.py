@@ -221,14 +221,15 @@ def test_the_form_shows_every_option_that_matters_with_unit_and_help(open_page):
     app = open_page("new_run.py")
     inputs = {widget.key.removeprefix("new_"): widget for kind in ("selectbox", "number_input", "text_input", "toggle")
               for widget in app.get(kind)}  # fmt: skip
-    hidden = {"dataset_path", "momentum_fraction", "error_bound"}
+    hidden = {"dataset_path", "momentum_fraction", "error_bound", "memory_bytes"}
     assert inputs.keys() == FIELDS.keys() - hidden
     assert inputs["batch_size"].label == "Batch size (images)"
     assert all(widget.help for widget in inputs.values())
     assert "From 1 to 65,536 images" in inputs["batch_size"].help.replace("\\", "")
 
 
-@pytest.mark.parametrize(("controller", "option"), [("momentum", "momentum_fraction"), ("fixed", "error_bound")])
+@pytest.mark.parametrize(("controller", "option"), [
+    ("momentum", "momentum_fraction"), ("fixed", "error_bound"), ("memory", "memory_bytes")])  # fmt: skip
 def test_an_option_appears_with_the_choice_that_needs_it(controller, option, open_page):
     app = open_page("new_run.py")
     app.selectbox(key="new_controller").select(controller).run()
