@@ -138,7 +138,8 @@ class OutputEnergy:
             squares = [(self._square(one), one.numel()) for one in changed if one is not None]
             square, number = min(squares, key=lambda pair: float(pair[0])) if squares else (None, 0)
             d = arrived[0].detach()
-            magnitude = torch.linalg.vector_norm(d, 1, dtype=torch.float32) / loss_scale(self.grad_scaler)
+            working = torch.promote_types(d.dtype, torch.float32)
+            magnitude = torch.linalg.vector_norm(d, 1, dtype=working) / loss_scale(self.grad_scaler)
             part = _Part(sensitivity * self._square(d), square, number, magnitude, d.numel())
             with self._lock:
                 self._sums[layer].append(part)
