@@ -19,14 +19,16 @@ import pandas as pd
 from sqlalchemy import Boolean, Double, Select, Text, and_, func, or_, select
 
 from comet_core.config import FIELDS
-from comet_core.metrics import EvalMetrics, LayerMetrics, StepMetrics
+from comet_core.metrics import AuditMetrics, ControllerEvent, EvalMetrics, LayerMetrics, StepMetrics
 from storage.database import session
 from storage.runs import log_path
 from storage.tables import (
     LIVE,
     STATUSES,
+    AuditRow,
     Base,
     EvalRow,
+    EventRow,
     LayerRow,
     Run,
     RunSummary,
@@ -114,12 +116,52 @@ def eval_frame(run_id: int) -> pd.DataFrame:
     return _frame(_metrics(EvalRow, EvalMetrics).where(EvalRow.run_id == run_id).order_by(EvalRow.step))
 
 
-def layer_frame(run_id: int, step: int | None = None) -> pd.DataFrame:
-    """The fields of LayerMetrics, of one step or of all, in order of step and name ("conv2" before "conv10")."""
+def layer_frame(run_id: int, step: int | None = None, *, max_steps: int | None = None) -> pd.DataFrame:
+    """The fields of LayerMetrics, of one step or of all, in order of step and name ("conv2" before "conv10").
+
+    Of more than `max_steps` recorded steps as many are taken, evenly, with the first and the last.
+    """
     rows = _metrics(LayerRow, LayerMetrics).where(LayerRow.run_id == run_id)
     if step is not None:
         rows = rows.where(LayerRow.step == step)
+    if max_steps is not None:
+        rows = rows.where(LayerRow.step.in_(_some_steps(LayerRow, run_id, max_steps)))
     return _by_layer(_frame(rows), "step", "name")
+
+
+def layer_names(run_id: int) -> list[str]:
+    """The layers in the model's order, as they first appeared; by name where an earlier version recorded the run."""
+    first = select(LayerRow.name, func.min(LayerRow.step), func.min(LayerRow.place)).where(LayerRow.run_id == run_id)
+    with session() as reading:
+        found = reading.execute(first.group_by(LayerRow.name)).all()
+    frame = pd.DataFrame(found, columns=["name", "step", "place"]).astype({"place": float})
+    return list(_by_layer(frame, "step", "place", "name")["name"])
+
+
+def audit_frame(run_id: int, max_steps: int = 300) -> pd.DataFrame:
+    """The fields of AuditMetrics in order of step and name, of at most `max_steps` steps with the first and the last.
+
+    `.attrs["total"]` is the number of rows of all steps.
+    """
+    mine = AuditRow.run_id == run_id
+    rows = _metrics(AuditRow, AuditMetrics).where(mine, AuditRow.step.in_(_some_steps(AuditRow, run_id, max_steps)))
+    frame = _by_layer(_frame(rows), "step", "name")
+    with session() as reading:
+        frame.attrs["total"] = reading.scalar(select(func.count()).select_from(AuditRow).where(mine)) or 0
+    return frame
+
+
+def event_frame(run_id: int, max_events: int = 2000) -> pd.DataFrame:
+    """The fields of ControllerEvent, the latest `max_events` in the order in which they happened.
+
+    `.attrs["total"]` is the number of all.
+    """
+    mine = EventRow.run_id == run_id
+    newest = _metrics(EventRow, ControllerEvent).where(mine).order_by(EventRow.step.desc(), EventRow.place.desc())
+    frame = _frame(newest.limit(max_events)).iloc[::-1].reset_index(drop=True)
+    with session() as reading:
+        frame.attrs["total"] = reading.scalar(select(func.count()).select_from(EventRow).where(mine)) or 0
+    return frame
 
 
 def layers_last(run_id: int) -> pd.DataFrame:
@@ -213,6 +255,14 @@ def _filtered(
 
 def _metrics(table: type[Base], metric: type) -> Select[Any]:
     return select(*(getattr(table, entry.name) for entry in fields(metric)), table.__table__.c.nonfinite)
+
+
+def _some_steps(table: type[LayerRow] | type[AuditRow], run_id: int, number: int) -> list[int]:
+    """At most so many of the steps that a run has rows of, evenly, the first and the last among them."""
+    with session() as reading:
+        steps = reading.scalars(select(table.step).where(table.run_id == run_id).distinct().order_by(table.step)).all()
+    places = np.linspace(0, len(steps) - 1, min(number, len(steps))).round().astype(int)
+    return [steps[place] for place in places]
 
 
 def _frame(rows: Select[Any]) -> pd.DataFrame:

@@ -9,6 +9,7 @@ Rows are entered at most once: steps that are there already are left as they are
 Messages go to stderr, which is the run's log.
 """
 
+import itertools
 import json
 import queue
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 from sqlalchemy.dialects import postgresql, sqlite
 
 from comet_core.config import comet_home
-from comet_core.metrics import EvalMetrics, LayerMetrics, StepMetrics
+from comet_core.metrics import AuditMetrics, ControllerEvent, EvalMetrics, LayerMetrics, StepMetrics
 from storage.database import transaction
 from storage.tables import Base, Run, RunSummary, split_nonfinite
 
@@ -32,10 +33,16 @@ QUEUE_ROWS = 20_000
 RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 10.0  # how long close() goes on trying a database that is away
 
-Metrics = StepMetrics | LayerMetrics | EvalMetrics
+Metrics = StepMetrics | LayerMetrics | AuditMetrics | ControllerEvent | EvalMetrics
 Entry = tuple[str, dict[str, Any]]  # name of the table, and a row of it without run_id
 
-_NAMES = {StepMetrics: "step_metrics", LayerMetrics: "layer_metrics", EvalMetrics: "eval_metrics"}
+_NAMES = {
+    StepMetrics: "step_metrics",
+    LayerMetrics: "layer_metrics",
+    AuditMetrics: "audit_metrics",
+    ControllerEvent: "controller_events",
+    EvalMetrics: "eval_metrics",
+}
 
 
 class DatabaseRecorder:
@@ -43,7 +50,9 @@ class DatabaseRecorder:
 
     def __init__(self, run_id: int) -> None:
         self._run_id = run_id
-        self._queue: queue.Queue[Metrics | None] = queue.Queue(QUEUE_ROWS)  # None: the last entry
+        # metrics and what the recorder adds to them; None: the last entry
+        self._queue: queue.Queue[tuple[Metrics, dict[str, int]] | None] = queue.Queue(QUEUE_ROWS)
+        self._event_places = itertools.count()
         self._spool = spool_path(run_id)
         self._num_late = 0  # points in the spool file
         self._num_lost = 0
@@ -55,8 +64,16 @@ class DatabaseRecorder:
         self._put(metrics)
 
     def record_layers(self, metrics: Sequence[LayerMetrics]) -> None:
-        for layer in metrics:
-            self._put(layer)
+        for place, layer in enumerate(metrics):
+            self._put(layer, place=place)
+
+    def record_audits(self, metrics: Sequence[AuditMetrics]) -> None:
+        for audit in metrics:
+            self._put(audit)
+
+    def record_events(self, events: Sequence[ControllerEvent]) -> None:
+        for event in events:
+            self._put(event, place=next(self._event_places))
 
     def record_eval(self, metrics: EvalMetrics) -> None:
         self._put(metrics)
@@ -66,9 +83,9 @@ class DatabaseRecorder:
             self._queue.put(None)
             self._thread.join()
 
-    def _put(self, metrics: Metrics) -> None:
+    def _put(self, metrics: Metrics, **added: int) -> None:
         try:
-            self._queue.put_nowait(metrics)
+            self._queue.put_nowait((metrics, added))
         except queue.Full:
             self._lose(1, "the queue is full")
 
@@ -96,12 +113,13 @@ class DatabaseRecorder:
         deadline = time.monotonic() + BATCH_SECONDS
         while len(batch) < BATCH_ROWS and (left := deadline - time.monotonic()) > 0:
             try:
-                metrics = self._queue.get(timeout=left)
+                taken = self._queue.get(timeout=left)
             except queue.Empty:
                 break
-            if metrics is None:
+            if taken is None:
                 return batch, False
-            batch.append((_NAMES[type(metrics)], split_nonfinite(asdict(metrics))))
+            metrics, added = taken
+            batch.append((_NAMES[type(metrics)], {**added, **split_nonfinite(asdict(metrics))}))
         return batch, True
 
     def _entered(self, batch: Sequence[Entry]) -> bool:

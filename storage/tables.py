@@ -1,7 +1,8 @@
 """ORM rows, typed columns (SQLAlchemy 2 `Mapped[]`).
 
-The three metric tables have a column for every field of the dataclass of the same purpose in `comet_core.metrics`,
-under the same name; a test holds them together. Numbers are nullable where a field may be None ("not measured").
+The metric tables have a column for every field of the dataclass of the same purpose in `comet_core.metrics`, under the
+same name; a test holds them together. Numbers are nullable where a field may be None ("not measured"). `place` is the
+recorder's own: it keeps the order in which layers and events came.
 
 SQLite stores NaN as NULL. So a number that is not finite is stored as NULL on every database, and the row's column
 `nonfinite` says which field it was and what it held: "train_loss=nan measured_sigma=inf". `split_nonfinite` writes that
@@ -179,7 +180,7 @@ class StepRow(Base):
 
 
 class LayerRow(Base):
-    """`LayerMetrics` of a run."""
+    """`LayerMetrics` of a run. `place` counts the layers of a step in the model's order; None in rows of before."""
 
     __tablename__ = "layer_metrics"
     __table_args__ = {"sqlite_with_rowid": False}  # noqa: RUF012
@@ -187,6 +188,7 @@ class LayerRow(Base):
     run_id: Mapped[int] = _run_id()
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     name: Mapped[str] = mapped_column(primary_key=True)
+    place: Mapped[int | None]
     operator: Mapped[str]
     error_bound: Mapped[float | None]
     saved_bytes: Mapped[int]
@@ -198,6 +200,50 @@ class LayerRow(Base):
     target_sigma: Mapped[float | None]
     gradient_noise: Mapped[float | None]
     nonzero_fraction: Mapped[float | None]
+    audit_factor: Mapped[float | None]
+    mean_output_gradient: Mapped[float | None]
+    paper_coefficient: Mapped[float | None]
+    nonfinite: Mapped[str | None]
+
+
+class AuditRow(Base):
+    """`AuditMetrics` of a run."""
+
+    __tablename__ = "audit_metrics"
+    __table_args__ = {"sqlite_with_rowid": False}  # noqa: RUF012
+
+    run_id: Mapped[int] = _run_id()
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    operator: Mapped[str]
+    gradient: Mapped[str]
+    num_elements: Mapped[int]
+    gradient_rms: Mapped[float | None]
+    measured_sigma: Mapped[float | None]
+    predicted_sigma: Mapped[float | None]
+    mean_error: Mapped[float | None]
+    slope: Mapped[float | None]
+    correlation: Mapped[float | None]
+    excess_kurtosis: Mapped[float | None]
+    passed_error: Mapped[float | None]
+    error_histogram: Mapped[str | None]
+    extra_bytes: Mapped[int]
+    audit_seconds: Mapped[float | None]
+    nonfinite: Mapped[str | None]
+
+
+class EventRow(Base):
+    """`ControllerEvent` of a run. `place` counts the events of the run: a step may have several, of one layer too."""
+
+    __tablename__ = "controller_events"
+    __table_args__ = {"sqlite_with_rowid": False}  # noqa: RUF012
+
+    run_id: Mapped[int] = _run_id()
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    place: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[str]
+    layer: Mapped[str | None]
+    message: Mapped[str]
     nonfinite: Mapped[str | None]
 
 

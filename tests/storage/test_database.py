@@ -17,13 +17,13 @@ from comet_core.config import RunConfig
 from comet_core.launcher import PROJECT
 from comet_core.metrics import PEAK_PARTS
 from storage import database, queries, runs
-from storage.tables import Base, Run, StepRow
+from storage.tables import AuditRow, Base, EventRow, Run, StepRow
 from tests.storage.conftest import close_databases
 
 LATER = '''"""A later step."""
 import sqlalchemy as sa
 from alembic import op
-revision, down_revision = "9000", "0002"
+revision, down_revision = "9000", "0003"
 def upgrade() -> None:
     op.add_column("runs", sa.Column("colour", sa.Text()))
     {more}
@@ -123,14 +123,14 @@ def test_an_older_database_is_copied_then_upgraded_with_its_data(comet_home, lat
     later_version()
     with database.session() as reading:
         assert reading.scalar(text("SELECT name FROM runs WHERE colour IS NULL")) == "old"
-    (backup,) = comet_home.glob("comet.db.backup-0002-*")
+    (backup,) = comet_home.glob("comet.db.backup-0003-*")
     with closing(sqlite3.connect(backup)) as copy:
         assert copy.execute("SELECT id, name FROM runs").fetchall() == [(run_id, "old")]
         assert "colour" not in copy.execute("SELECT sql FROM sqlite_master WHERE name = 'runs'").fetchone()[0]
 
 
-def test_a_database_from_before_the_parts_of_the_peak_opens_and_misses_them(any_database, tmp_path, monkeypatch):
-    """The first version's own migrations make it, and a step is written as that version did."""
+def test_a_database_of_the_first_version_opens_with_its_rows_and_misses_what_came_later(any_database, tmp_path, monkeypatch):
+    """The first version's own migrations make it, and its rows are written as that version did."""
     shutil.copytree(PROJECT / "storage" / "migrations", tmp_path / "first" / "storage" / "migrations")
     for later in (tmp_path / "first" / "storage" / "migrations" / "versions").glob("000[2-9]*.py"):
         later.unlink()
@@ -141,15 +141,22 @@ def test_a_database_from_before_the_parts_of_the_peak_opens_and_misses_them(any_
     run_id = runs.create_run(RunConfig())
     old = dict.fromkeys(("saved_bytes", "held_bytes", "conv_input_saved_bytes", "conv_input_held_bytes"), 7)
     old |= {"run_id": run_id, "step": 1, "batch_bytes": 0, "static_bytes": 5, "peak_rss_bytes": 9}
+    layer = {"run_id": run_id, "step": 1, "operator": "conv2d", "saved_bytes": 7, "held_bytes": 7, "error_bound": 0.5}
+    rows = [("step_metrics", old), *(("layer_metrics", layer | {"name": name}) for name in ("conv10", "conv2"))]
     with database.transaction() as writing:
-        columns, values = ", ".join(old), ", ".join(f":{name}" for name in old)
-        writing.execute(text(f"INSERT INTO step_metrics ({columns}) VALUES ({values})"), old)
+        for table, row in rows:
+            columns, values = ", ".join(row), ", ".join(f":{name}" for name in row)
+            writing.execute(text(f"INSERT INTO {table} ({columns}) VALUES ({values})"), row)
     monkeypatch.setattr(database, "PROJECT", PROJECT)
     close_databases()
     (row,) = queries.step_frame(run_id).to_dict("records")
     assert (row["saved_bytes"], row["static_bytes"], row["peak_rss_bytes"]) == (7, 5, 9)
     assert all(math.isnan(row[name]) for name in PEAK_PARTS if name != "batch_bytes")
     assert queries.peak_frame([run_id]).empty
+    layers = queries.layer_frame(run_id)
+    assert layers["error_bound"].tolist() == [0.5, 0.5] and layers["audit_factor"].isna().all()
+    assert queries.layer_names(run_id) == ["conv2", "conv10"]
+    assert queries.audit_frame(run_id).empty and queries.event_frame(run_id).empty
 
 
 def test_an_upgrade_that_fails_leaves_the_older_database_as_it_was(any_database, later_version):
@@ -161,7 +168,7 @@ def test_an_upgrade_that_fails_leaves_the_older_database_as_it_was(any_database,
     with raw.connect() as connection:
         assert connection.execute(text("SELECT * FROM runs")).mappings().one()["id"] == run_id
         assert "colour" not in connection.execute(text("SELECT * FROM runs")).one()._mapping
-        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "0002"
+        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "0003"
     raw.dispose()
 
 
@@ -184,7 +191,10 @@ def test_deleting_a_run_deletes_its_rows(any_database):
             ("saved_bytes", "held_bytes", "conv_input_saved_bytes", "conv_input_held_bytes", "batch_bytes"), 0
         )
         writing.add(StepRow(run_id=run_id, step=1, **counts))
+        audit = {"operator": "conv2d", "gradient": "weight", "num_elements": 1, "extra_bytes": 0}
+        writing.add(AuditRow(run_id=run_id, step=1, name="conv", **audit))
+        writing.add(EventRow(run_id=run_id, step=1, place=0, kind="factor", message=""))
     runs.delete_run(run_id)
     with database.session() as reading:
-        assert reading.scalar(text("SELECT count(*) FROM step_metrics")) == 0
-        assert reading.scalar(text("SELECT count(*) FROM run_summary")) == 0
+        for table in ("step_metrics", "audit_metrics", "controller_events", "run_summary"):
+            assert reading.scalar(text(f"SELECT count(*) FROM {table}")) == 0

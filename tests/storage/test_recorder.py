@@ -5,12 +5,13 @@ import sqlite3
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 from sqlalchemy import event, text
 
 from comet_core.config import RunConfig
-from comet_core.metrics import EvalMetrics, LayerMetrics, StepMetrics
+from comet_core.metrics import AuditMetrics, ControllerEvent, EvalMetrics, LayerMetrics, StepMetrics
 from storage import database, queries, recorder, runs
 from storage.recorder import DatabaseRecorder, replay_spool, spool_path, spooled_runs
 
@@ -65,6 +66,66 @@ def test_everything_recorded_is_there_after_close(any_database, started_run):
     assert steps["train_loss"].tolist() == [1 / number for number in range(1, 251)]
     assert queries.layer_frame(run_id)["name"].tolist() == [f"conv{i}" for i in range(12)]
     assert queries.eval_frame(run_id).iloc[0]["test_accuracy"] == 0.75
+
+
+def history() -> tuple[list[AuditMetrics], list[ControllerEvent]]:
+    """Audits of two steps, one figure not finite; events of which two say the same of the same layer and step."""
+    audits = [
+        AuditMetrics(step=number, name=name, operator="conv2d", gradient="weight", num_elements=9, slope=slope,
+                     error_histogram="1,2")
+        for number in (10, 20) for name, slope in (("conv2", -0.1), ("conv10", math.inf))
+    ]  # fmt: skip
+    twice = ControllerEvent(step=10, kind="clamped", layer="conv2", message="at the smallest bound")
+    return audits, [twice, twice, ControllerEvent(step=20, kind="loss spike", message="exact for 20 steps")]
+
+
+def record_history(run_id: int) -> None:
+    audits, events = history()
+    taking = DatabaseRecorder(run_id)
+    taking.record_audits(audits)
+    taking.record_events(events[:1])
+    taking.record_events(events[1:])
+    taking.close()
+
+
+def test_audits_and_events_arrive_once_however_often_they_are_entered(any_database, started_run):
+    run_id = started_run()
+    audits, events = history()
+    for _ in range(2):
+        record_history(run_id)
+    found = queries.audit_frame(run_id)
+    assert found.drop(columns="nonfinite").dropna(axis=1).to_dict("records") == [
+        {name: value for name, value in asdict(audit).items() if value is not None} for audit in audits
+    ]
+    assert found.attrs["total"] == 4
+    found = queries.event_frame(run_id)
+    told = found.drop(columns="nonfinite").to_dict("records")
+    assert told == [asdict(entry) for entry in events] and found.attrs["total"] == 3
+    assert queries.event_frame(run_id, max_events=1)["kind"].tolist() == ["loss spike"]
+    assert queries.audit_frame(run_id, max_steps=1)["step"].tolist() == [10, 10]
+
+
+def test_audits_and_events_that_waited_in_the_spool_have_no_doubles(comet_home, started_run, monkeypatch):
+    monkeypatch.setattr(recorder, "CLOSE_SECONDS", 0.0)
+    run_id = started_run()
+    with locked_database(comet_home):
+        record_history(run_id)
+    waiting = spool_path(run_id).read_text()
+    for _ in range(2):  # a crash between entering and removing the file
+        spool_path(run_id).write_text(waiting)
+        replay_spool(run_id)
+    assert len(queries.audit_frame(run_id)) == 4 and len(queries.event_frame(run_id)) == 3
+
+
+def test_layers_keep_the_models_order(any_database, started_run):
+    run_id = started_run()
+    taking = DatabaseRecorder(run_id)
+    for number in range(1, 12):
+        names = ["stem", "body", *(["auxiliary"] if number > 5 else []), "classifier"]
+        taking.record_layers([LayerMetrics(step=number, name=name, operator="conv2d") for name in names])
+    taking.close()
+    assert queries.layer_names(run_id) == ["stem", "body", "classifier", "auxiliary"]
+    assert sorted(set(queries.layer_frame(run_id, max_steps=3)["step"])) == [1, 6, 11]
 
 
 def test_rows_are_visible_within_a_second_of_being_recorded(started_run):

@@ -8,15 +8,22 @@ from dataclasses import fields
 import pytest
 
 from comet_core.launcher import PROJECT
-from comet_core.metrics import EvalMetrics, LayerMetrics, StepMetrics
-from storage.tables import EvalRow, LayerRow, StepRow, join_nonfinite, split_nonfinite
+from comet_core.metrics import AuditMetrics, ControllerEvent, EvalMetrics, LayerMetrics, StepMetrics
+from storage.tables import AuditRow, EvalRow, EventRow, LayerRow, StepRow, join_nonfinite, split_nonfinite
 
-TABLES = [(StepMetrics, StepRow), (LayerMetrics, LayerRow), (EvalMetrics, EvalRow)]
+TABLES = [
+    (StepMetrics, StepRow),
+    (LayerMetrics, LayerRow),
+    (AuditMetrics, AuditRow),
+    (ControllerEvent, EventRow),
+    (EvalMetrics, EvalRow),
+]
+OWN = ("run_id", "place", "nonfinite")  # of the tables alone
 
 
 @pytest.mark.parametrize(("metric", "table"), TABLES)
 def test_every_metric_has_a_column_of_its_name_and_kind(metric, table):
-    columns = {column.name: column for column in table.__table__.columns if column.name not in ("run_id", "nonfinite")}
+    columns = {column.name: column for column in table.__table__.columns if column.name not in OWN}
     assert list(columns) == [entry.name for entry in fields(metric)]
     for entry in fields(metric):
         column = columns[entry.name]
