@@ -28,6 +28,7 @@ from comet_core import error_models
 from comet_core.gradient_statistics import loss_scale
 from comet_core.metrics import AUDIT_BINS, AuditMetrics
 from comet_core.operators import CONV1D, CONV2D, CONV3D, LINEAR, Call, Kind, Need, bind, same_storage
+from comet_core.saved_records import RecordHandle
 
 LARGEST_WEIGHT = 2**20
 LARGEST_SAMPLE = 2**18  # gradient elements whose errors are compared, evenly spaced ones of a larger gradient
@@ -82,7 +83,9 @@ class GradientAudit:
         units times the sensitivity, and the channels that share the error out. `gradient`: what is compared.
         """
         turn = self._turn
-        if turn is None or not call.stored or not isinstance(output, Tensor) or output.grad_fn is None:
+        if turn is None or not isinstance(output, Tensor) or output.grad_fn is None:
+            return
+        if not any(isinstance(handle, RecordHandle) for _, handle in call.stored):
             return
         kind = call.operator.kind
         if kind is not Kind.ACTIVATION and any(same_storage(output, part) for part in _tensors(call.spelling)):
@@ -214,24 +217,11 @@ class _Replay:
         """The output's gradient as used, and pairs of gradients: of the weight, or of scale and input, or passed on."""
         call = self.call
         leaves: dict[int, Tensor] = {}
-
-        def leaf(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(leaf(part) for part in value)
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in leaves:
-                own = value.detach()
-                if call.operator.kind is Kind.NORM and not value.requires_grad and value is not call.input:
-                    own = own.clone()  # running statistics, which the operator would move on once more
-                leaves[id(value)] = own.requires_grad_(value.requires_grad)
-            return leaves[id(value)]
-
         function, args, kwargs = call.spelling
-        args, kwargs = leaf(args), {name: leaf(value) for name, value in kwargs.items()}
+        args, kwargs = self._leaf(args, leaves), {name: self._leaf(value, leaves) for name, value in kwargs.items()}
         weight = call.weight
         if weight is not None and weight.numel() > LARGEST_WEIGHT and self._rows_are_outputs():
-            d, args, kwargs = self._some_outputs(d, leaves, leaf)
+            d, args, kwargs = self._some_outputs(d, leaves)
         arguments = bind(call.operator, args, kwargs)
         if weight is not None:
             arguments["weight"] = leaves[id(weight)]
@@ -264,9 +254,20 @@ class _Replay:
         operator, arguments = self.call.operator, self.call.arguments
         return operator is LINEAR or (operator in (CONV1D, CONV2D, CONV3D) and arguments.get("groups", 1) == 1)
 
-    def _some_outputs(
-        self, d: Tensor, leaves: dict[int, Tensor], leaf: Callable[[Any], Any]
-    ) -> tuple[Tensor, Any, Any]:
+    def _leaf(self, value: Any, leaves: dict[int, Tensor]) -> Any:
+        """An argument as a leaf of a graph of its own; `leaves`: by the identity of what they stand for."""
+        if isinstance(value, list | tuple):
+            return type(value)([self._leaf(part, leaves) for part in value])
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in leaves:
+            own = value.detach()
+            if self.call.operator.kind is Kind.NORM and not value.requires_grad and value is not self.call.input:
+                own = own.clone()  # running statistics, which the operator would move on once more
+            leaves[id(value)] = own.requires_grad_(value.requires_grad)
+        return leaves[id(value)]
+
+    def _some_outputs(self, d: Tensor, leaves: dict[int, Tensor]) -> tuple[Tensor, Any, Any]:
         """The same call for as many of its outputs as LARGEST_WEIGHT allows, evenly spaced; without bias."""
         call, weight = self.call, self.call.weight
         assert weight is not None
@@ -275,7 +276,7 @@ class _Replay:
         leaves[id(weight)] = weight.detach()[rows].requires_grad_()
         self.channels = num
         dim = -1 if call.operator is LINEAR else d.dim() - weight.dim() + 1
-        kept = {name: leaf(value) for name, value in call.arguments.items() if name != "bias"}
+        kept = {name: self._leaf(value, leaves) for name, value in call.arguments.items() if name != "bias"}
         return d.index_select(dim, rows), (), kept
 
 
@@ -284,7 +285,7 @@ def bound_square(call: Call, spread: Tensor | float | None) -> float:
 
     NaN where the record has no bound, or a norm's deviation is not known: nothing is predicted then.
     """
-    bounds = [handle.record.bound for _, handle in call.stored]
+    bounds = [handle.record.bound for _, handle in call.stored if isinstance(handle, RecordHandle)]
     if not bounds or bounds[0] is None or bounds[0].kind != "abs":
         return math.nan
     value = torch.as_tensor(bounds[0].value).double().cpu()
