@@ -247,7 +247,8 @@ class Controller:
             return False
         usual = middle.median(finite)
         deviation = middle.median(abs(one - usual) for one in finite)
-        return loss - usual > max(SPIKE_DEVIATIONS * deviation, 0.1 * abs(usual))
+        # beyond twice the last ones' largest excess too: where the loss is small, its tail is long
+        return loss - usual > max(SPIKE_DEVIATIONS * deviation, 2 * (max(finite) - usual), 0.1 * abs(usual))
 
     def _note(self, layer: str, iteration: int, kind: str, message: str) -> None:
         """An event, where the reason is another than the layer's last one."""

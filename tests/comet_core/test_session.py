@@ -305,3 +305,43 @@ def test_the_momentum_rule_finds_momentum_in_any_optimizer(optimizer):
                 one.step()
             session.step()
     assert all(layer.target_sigma is not None and layer.target_sigma > 0 for layer in session.layers)
+
+
+def test_bounds_of_single_layers_are_kept_and_a_pattern_that_fits_none_is_said():
+    model, recorder = small_network(), ListRecorder()
+    with comet_core.attach(
+        model, None, layer_bounds={"1": "exact", "4": 0.125, "nowhere.*": 1}, recorder=recorder, tune_allocator=False
+    ) as session:
+        with pytest.warns(UserWarning, match=r"'nowhere\.\*' fits none of the layers"):
+            train(model, 1, session=session)
+        train(model, 3, session=session)
+    layers = {layer.name: layer for layer in session.layers}
+    assert layers["4"].error_bound == 0.125 and layers["1"].compression_ratio == 1
+    assert {(event.kind, event.layer) for event in recorder.events} >= {("override", "1"), ("override", "4")}
+
+
+@pytest.mark.parametrize("bounds", [{"1": "near"}, {"1": -1}, {"1": True}, {"1": math.nan}, {"": 1.0}, {3: 1.0}, [1]])
+def test_a_wrong_bound_of_a_layer_is_refused_in_a_sentence(bounds):
+    with pytest.raises(ValueError, match=r"allowed|pattern"):
+        comet_core.attach(small_network(), None, layer_bounds=bounds, tune_allocator=False)
+
+
+def test_the_memory_rule_keeps_what_is_held_within_the_given_bytes():
+    _, free = attached(small_network(), 60, collect_every=10)
+    given = int(0.8 * free.last_step.held_bytes)
+    recorder = ListRecorder()
+    attached(small_network(), 80, collect_every=10, controller="memory", memory_bytes=given, recorder=recorder)
+    held = [step.held_bytes for step in recorder.steps[-20:]]
+    assert 0.6 * given < sum(held) / len(held) and sum(size <= given for size in held) >= 18
+    assert any(event.kind == "memory" for event in recorder.events)
+
+
+def test_a_jump_of_the_loss_is_answered_at_once():
+    model, recorder = small_network(), ListRecorder()
+    with comet_core.attach(model, None, recorder=recorder, tune_allocator=False) as session:
+        for i in range(30):
+            train(model, 1)
+            session.step(train_loss=50.0 if i == 28 else 1.0 + 0.01 * (i % 3))
+    assert [event.step for event in recorder.events if event.kind == "loss spike"] == [29]
+    before, after = recorder.steps[28].held_bytes, recorder.steps[29].held_bytes
+    assert after > 1.2 * before
