@@ -8,8 +8,8 @@ it saved (a norm's mean and deviation) the same in both. Activations, which may 
 An error has a standard deviation of its own, which the error models predict up to a factor (THEORY section 1: plain
 rounding at coarse bounds follows the gradient): `ratio` is measured over modelled, and the controller learns from it.
 
-Costs, in the iterations of a turn only: the exact tensor until backward has come (`extra_bytes`; peaks show it,
-`held_bytes` does not), one more forward and two backwards of one operator. A weight of more than LARGEST_WEIGHT
+Costs, in the iterations of a turn only: the exact tensor until backward has come (`extra_bytes`, and in `held_bytes`),
+one more forward and two backwards of one operator. A weight of more than LARGEST_WEIGHT
 elements is audited on some of its outputs. Not audited: what was stored exactly, and products in place.
 """
 
@@ -30,6 +30,7 @@ from comet_core.metrics import AUDIT_BINS, AuditMetrics
 from comet_core.operators import CONV1D, CONV2D, CONV3D, LINEAR, Call, Kind, Need, bind, same_storage
 from comet_core.saved_records import RecordHandle
 
+TURN_EVERY = 4  # iterations, once the first collections are over: a turn holds a whole tensor
 LARGEST_WEIGHT = 2**20
 LARGEST_SAMPLE = 2**18  # gradient elements whose errors are compared, evenly spaced ones of a larger gradient
 
@@ -69,9 +70,10 @@ class GradientAudit:
         """Each of these layers has a turn, one an iteration; a round that is not over yet goes on instead."""
         self._queue = self._queue or deque(layers)
 
-    def next_turn(self) -> None:
-        """An iteration begins: it is the next layer's, where one is left."""
-        self._turn = _Turn(self._queue.popleft()) if self._queue else None
+    def next_turn(self, iteration: int, collect_every: int) -> None:
+        """`iteration` begins: it may be the next layer's, where one is left."""
+        if self._queue and (iteration <= collect_every or iteration % TURN_EVERY == 0):
+            self._turn = _Turn(self._queue.popleft())
 
     def is_due(self, layer: str) -> bool:
         return self._turn is not None and self._turn.layer == layer
@@ -180,9 +182,15 @@ class _Replay:
     def __init__(self, call: Call, gradient: str, energy: tuple[float, float]) -> None:
         self.call, self.gradient, (self.square, self.channels) = call, gradient, energy
         self.versions = [tensor._version for tensor, _ in call.stored]
+        for _, handle in call.stored:
+            handle.entry.hold_exact(+1)
         device = call.stored[0][0].device.type
         enabled = torch.is_autocast_enabled(device)
         self.autocast = torch.autocast(device, torch.get_autocast_dtype(device) if enabled else None, enabled)
+
+    def __del__(self) -> None:
+        for _, handle in self.call.stored:
+            handle.entry.hold_exact(-1)
 
     def sums(self, d: Tensor, scale: float) -> _Sums | None:
         """Both gradients of this call. None where the exact tensor was changed in place meanwhile."""

@@ -113,7 +113,7 @@ class AuditMetrics:
     excess_kurtosis: float | None = _metric("Excess kurtosis of the error")  # 0: as a normal distribution's
     passed_error: float | None = _metric("Relative error of the gradient passed on")  # None: none is made here
     error_histogram: str | None = _metric("Histogram of the error")  # AUDIT_BINS counts, separated by commas
-    extra_bytes: int = _metric("Kept for the audit", "bytes", 0)  # exact tensors; not in held_bytes
+    extra_bytes: int = _metric("Kept for the audit", "bytes", 0)  # exact tensors, until backward; in held_bytes
     audit_seconds: float | None = _metric("Time of the audit", "s")
 
 

@@ -205,7 +205,7 @@ class CompressPolicy(MemoryPolicy):
             for statistics in collected:
                 self.controller.update(statistics, iteration)
             self._audit.start_round(self._layers)
-        self._audit.next_turn()
+        self._audit.next_turn(iteration + 1, self.collect_every)
         changed = self.controller.end_iteration(iteration, loss=loss, held_bytes=held_bytes)
         self._collecting = is_collection(iteration + 1, self.collect_every)
         sampling = samples_gradients(iteration + 1, self.collect_every)
