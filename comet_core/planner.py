@@ -8,6 +8,7 @@ largest batch is looked for. Bounds follow gradients, so ratios after training d
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from comet_core.datasets import load_dataset
 from comet_core.device_memory import process_rss_bytes
 from comet_core.metrics import compression_ratio
 from comet_core.models import build_model
+from comet_core.trainer import build_optimizer
 
 SMALL, LARGER = 8, 16
 """Batches at which everything is measured."""
@@ -116,7 +118,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Lines of held bytes, in all and an operator, and the bytes of parameters, gradients and optimizer."""
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=config.momentum)
+    optimizer = build_optimizer(model, replace(config, learning_rate=1e-4))
     found = {}
     with comet_core.attach(model, optimizer, tune_allocator=False, **options) as session:
 

@@ -130,7 +130,7 @@ def test_a_relu_and_the_convolutions_behind_it_share_one_record_from_the_second_
             held.append(session.step().held_bytes)
         assert session.last_step.saved_bytes == session.last_step.conv_input_saved_bytes == MIB
         assert session.last_step.held_bytes == session.last_step.conv_input_held_bytes
-        # the first iteration's guess kept a mask beside the record; audits, which hold the whole tensor, come in between
+        # the first iteration's guess kept a mask beside the record; audits, which hold the tensor, come in between
         assert held[0] >= held[6] + MIB / 32 * 0.9
         assert held[6] == held[7] < MIB < held[1]
     assert_close(found, expected, rtol=1e-2)

@@ -108,6 +108,19 @@ def test_what_the_other_options_make_meaningless_is_known():
     assert because(dataset="cifar10")["test_fraction"] == "dataset=cifar10"
 
 
+@pytest.mark.parametrize("text", ["conv1", "conv1=near", "conv1=-1", "conv1=nan", "conv1=1,conv1=2", "=1"])
+def test_wrong_bounds_of_single_layers_are_refused_by_name(text):
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(layer_bounds=text)
+    assert set(caught.value.problems) == {"layer_bounds"} and "layer_bounds" in str(caught.value)
+
+
+def test_bounds_of_single_layers_are_numbers_or_exact():
+    assert config.parse_layer_bounds("layer1.*=1e-3, fc = exact") == {"layer1.*": 1e-3, "fc": "exact"}
+    assert config.check_layer_bounds({"layer1.*": np.float32(0.5), "fc": "exact"}) == {"layer1.*": 0.5, "fc": None}
+    assert RunConfig(layer_bounds="").layer_bounds == "" and not config.parse_layer_bounds("")
+
+
 def test_every_preset_is_a_configuration_that_runs():
     for name in config.PRESETS:
         values = config.preset_values(name)

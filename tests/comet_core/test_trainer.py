@@ -52,6 +52,23 @@ def test_a_run_stores_with_the_parameters_of_its_codec():
     assert ratios[0] > 2 * ratios[1] > 6
 
 
+@pytest.mark.parametrize("changes", [
+    {"optimizer": "adam", "learning_rate": 0.003}, {"momentum": 0.0}, {"momentum": 0.9, "learning_rate": 0.02},
+    {"optimizer": "adam", "learning_rate": 0.003, "controller": "momentum"},
+    {"momentum": 0.0, "controller": "momentum"},
+])  # fmt: skip
+def test_every_optimizer_trains_compressed_as_its_baseline_does(changes):
+    losses = {}
+    for policy in ("baseline", "compress"):
+        _, recorder = trained(max_steps_per_epoch=25, policy=policy, collect_every=8, **changes)
+        losses[policy] = [step.train_loss for step in recorder.steps]
+    assert losses["compress"][0] == losses["baseline"][0]
+    ends = {policy: sum(values[-5:]) / 5 for policy, values in losses.items()}
+    assert ends["baseline"] < 0.9 * losses["baseline"][0]
+    assert abs(ends["compress"] - ends["baseline"]) < 0.25
+    assert any(layer.error_bound for layer in recorder.layers if layer.step == 24 and layer.operator == "conv2d")
+
+
 def test_a_run_is_recorded_step_by_step_and_repeats_itself():
     summary, recorder = trained(epochs=2, collect_every=4)
     assert [(step.step, step.epoch, step.num_samples) for step in recorder.steps] == [
