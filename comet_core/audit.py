@@ -8,9 +8,12 @@ it saved (a norm's mean and deviation) the same in both. Activations, which may 
 An error has a standard deviation of its own, which the error models predict up to a factor (THEORY section 1: plain
 rounding at coarse bounds follows the gradient): `ratio` is measured over modelled, and the controller learns from it.
 
-Costs, in the iterations of a turn only: the exact tensor until backward has come (`extra_bytes`, and in `held_bytes`),
-one more forward and two backwards of one operator. A weight of more than LARGEST_WEIGHT
-elements is audited on some of its outputs. Not audited: what was stored exactly, and products in place.
+It keeps a share of the samples, one in SAMPLED: a gradient is a sum over samples, and so is its error, with the same
+factor, slope and shape; standard deviations are scaled up to the whole batch. Batch norm, whose statistics are those of
+all samples, is computed from them for its scale alone. Costs, in the iterations of a turn only: these samples until
+backward has come (`extra_bytes`, not in `held_bytes`), the operator once forward and twice backward for them. A weight
+of more than LARGEST_WEIGHT elements is audited on some of its outputs. Not audited: what was stored exactly, and
+products in place.
 """
 
 import math
@@ -27,10 +30,25 @@ from torch import Tensor
 from comet_core import error_models
 from comet_core.gradient_statistics import loss_scale
 from comet_core.metrics import AUDIT_BINS, AuditMetrics
-from comet_core.operators import CONV1D, CONV2D, CONV3D, LINEAR, Call, Kind, Need, bind, same_storage
+from comet_core.operators import (
+    BATCH_NORM,
+    CONV1D,
+    CONV2D,
+    CONV3D,
+    INSTANCE_NORM,
+    LAYER_NORM,
+    LINEAR,
+    PRELU,
+    RMS_NORM,
+    Call,
+    Kind,
+    Need,
+    bind,
+    same_storage,
+)
 from comet_core.saved_records import RecordHandle
 
-TURN_EVERY = 4  # iterations, once the first collections are over: a turn holds a whole tensor
+SAMPLED = 16
 LARGEST_WEIGHT = 2**20
 LARGEST_SAMPLE = 2**18  # gradient elements whose errors are compared, evenly spaced ones of a larger gradient
 
@@ -44,6 +62,7 @@ class _Sums:
     square: float  # sum of bound^2 * energy: three times the channels' sum of squared errors, by the model
     channels: float  # by which it is shared out
     passed_error: float | None
+    to_batch: float  # standard deviation for the whole batch over that for the samples
     seconds: float = 0.0
 
 
@@ -70,10 +89,9 @@ class GradientAudit:
         """Each of these layers has a turn, one an iteration; a round that is not over yet goes on instead."""
         self._queue = self._queue or deque(layers)
 
-    def next_turn(self, iteration: int, collect_every: int) -> None:
-        """`iteration` begins: it may be the next layer's, where one is left."""
-        if self._queue and (iteration <= collect_every or iteration % TURN_EVERY == 0):
-            self._turn = _Turn(self._queue.popleft())
+    def next_turn(self) -> None:
+        """An iteration begins: it is the next layer's, where one is left."""
+        self._turn = _Turn(self._queue.popleft()) if self._queue else None
 
     def is_due(self, layer: str) -> bool:
         return self._turn is not None and self._turn.layer == layer
@@ -95,9 +113,8 @@ class GradientAudit:
         if turn.num_watched and kind in (Kind.ACTIVATION, Kind.PRODUCT) and gradient == "upstream":
             return  # another call's gradient is another tensor
         turn.operator, turn.gradient, turn.num_watched = call.operator.name, gradient, turn.num_watched + 1
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor, _ in call.stored}
-        turn.extra_bytes += sum(storage.nbytes() for storage in storages.values())
-        replay = _Replay(call, gradient, energy())
+        replay = _Replay(call, gradient, energy)
+        turn.extra_bytes += replay.nbytes
 
         def arrived(gradients: tuple[Tensor | None, ...]) -> None:
             nonlocal replay
@@ -133,7 +150,8 @@ def _audited(step: int, turn: _Turn, factor: float) -> tuple[AuditMetrics, float
     error = sum((one.error for one in turn.sums[1:]), start=first.error)
     if not bool(torch.isfinite(exact).all()) or not bool(torch.isfinite(error).all()) or error.numel() == 0:
         return None
-    measured = math.sqrt(float(error.square().mean()))
+    sigma = math.sqrt(float(error.square().mean()))
+    measured = first.to_batch * sigma
     square = math.fsum(one.square for one in turn.sums)
     modelled = error_models.modelled_sigma(1.0, square, first.channels) if math.isfinite(square) else None
     passed = [one.passed_error for one in turn.sums if one.passed_error is not None]
@@ -145,13 +163,13 @@ def _audited(step: int, turn: _Turn, factor: float) -> tuple[AuditMetrics, float
         num_elements=error.numel(),
         gradient_rms=math.sqrt(float(exact.square().mean())),
         measured_sigma=measured,
-        predicted_sigma=None if modelled is None else factor * modelled,
+        predicted_sigma=None if modelled is None else first.to_batch * factor * modelled,
         passed_error=math.sqrt(math.fsum(part**2 for part in passed) / len(passed)) if passed else None,
         extra_bytes=turn.extra_bytes,
         audit_seconds=math.fsum(one.seconds for one in turn.sums),
-        **_error_statistics(exact, error, measured),
+        **_error_statistics(exact, error, sigma),
     )
-    return audit, measured / modelled if modelled and measured else None
+    return audit, sigma / modelled if modelled and sigma else None
 
 
 def _error_statistics(exact: Tensor, error: Tensor, sigma: float) -> dict[str, Any]:
@@ -177,41 +195,50 @@ def _error_statistics(exact: Tensor, error: Tensor, sigma: float) -> dict[str, A
 
 
 class _Replay:
-    """One call with what it was given, to go backward twice."""
+    """A share of one call's samples with what the operator was given for them, to go backward twice."""
 
-    def __init__(self, call: Call, gradient: str, energy: tuple[float, float]) -> None:
-        self.call, self.gradient, (self.square, self.channels) = call, gradient, energy
-        self.versions = [tensor._version for tensor, _ in call.stored]
-        for _, handle in call.stored:
-            handle.entry.hold_exact(+1)
-        device = call.stored[0][0].device.type
+    def __init__(self, call: Call, gradient: str, energy: Callable[[], tuple[float, float]]) -> None:
+        self.call, self.gradient = call, gradient
+        self.handles = [handle for _, handle in call.stored]
+        samples = call.input.shape[0] if call.input.dim() else 1
+        self.num = max(samples // SAMPLED, 1) if _has_samples(call) else samples
+        self.to_batch = math.sqrt(samples / max(self.num, 1)) if gradient != "upstream" else 1.0
+        self.exact = [self._first(tensor).clone() for tensor, _ in call.stored]
+        if call.operator is BATCH_NORM:
+            x = call.input.detach()
+            self.mean = x.mean([dim for dim in range(x.dim()) if dim != 1]) if call.inverse_std is not None else None
+        self.leaves: dict[int, Tensor] = {}
+        function, args, kwargs = call.spelling
+        self.spelling = function, self._leaf(args), {name: self._leaf(value) for name, value in kwargs.items()}
+        self.rows: Tensor | None = None
+        self._choose_outputs()
+        self.square, self.channels = energy()
+        device = self.exact[0].device.type
         enabled = torch.is_autocast_enabled(device)
         self.autocast = torch.autocast(device, torch.get_autocast_dtype(device) if enabled else None, enabled)
-
-    def __del__(self) -> None:
-        for _, handle in self.call.stored:
-            handle.entry.hold_exact(-1)
+        self.nbytes = sum(tensor.nbytes for tensor in self.exact) + sum(
+            leaf.nbytes for leaf in self.leaves.values() if leaf.shape[:1] == (self.num,) and not leaf._is_view()
+        )
 
     def sums(self, d: Tensor, scale: float) -> _Sums | None:
-        """Both gradients of this call. None where the exact tensor was changed in place meanwhile."""
+        """Both gradients of these samples; None where none is asked for."""
         call = self.call
-        if self.versions != [tensor._version for tensor, _ in call.stored]:
-            return None
         with torch.no_grad():
-            decoded = [handle.unpack() for _, handle in call.stored]
+            d = self._first(d)
+            decoded = [self._first(handle.unpack()) for handle in self.handles]
             if call.operator.kind is Kind.ACTIVATION:
                 slope = call.operator.slope
                 assert slope is not None
-                exact, stored = (d * slope(x, call.arguments) for x in (call.stored[0][0].detach(), decoded[0]))
-                pairs = [(exact, stored)]
+                pairs = [(d * slope(self.exact[0], call.arguments), d * slope(decoded[0], call.arguments))]
+            elif call.operator is BATCH_NORM:
+                pairs = self._of_scale(d, decoded[0])
             else:
-                d, found = self._both(d, decoded)
-                if found is None:
-                    return None
-                pairs = found
+                d, pairs = self._both(d, decoded)
+            if not pairs:
+                return None
             energy = (float(torch.linalg.vector_norm(d, dtype=torch.float64)) / scale) ** 2
             passed = None
-            if self.gradient != "weight":
+            if self.gradient != "weight" and call.operator is not BATCH_NORM:
                 exact, stored = pairs[-1]
                 norm = float(torch.linalg.vector_norm(exact.float()))
                 passed = float(torch.linalg.vector_norm((stored - exact).float())) / norm if norm > 0 else None
@@ -219,21 +246,69 @@ class _Replay:
             channels = exact.numel() if self.gradient == "upstream" else self.channels
             every = -(-exact.numel() // LARGEST_SAMPLE)
             exact, stored = (one.reshape(-1)[::every].double() / scale for one in (exact, stored))
-            return _Sums(exact, stored - exact, self.square * energy, channels, passed)
+            return _Sums(exact, stored - exact, self.square * energy, channels, passed, self.to_batch)
 
-    def _both(self, d: Tensor, decoded: list[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]] | None]:
+    def _first(self, tensor: Tensor) -> Tensor:
+        """Of what has one line for each sample, or as many for each, those of the share."""
+        tensor = tensor.detach()
+        samples = self.call.input.shape[0] if self.call.input.dim() else 1
+        return tensor if self.num == samples else tensor[: tensor.shape[0] // samples * self.num]
+
+    def _leaf(self, value: Any) -> Any:
+        """An argument as a leaf of a graph of its own."""
+        if isinstance(value, list | tuple):
+            return type(value)([self._leaf(part) for part in value])
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self.leaves:
+            # running statistics, which the operator would move on once more, are copied too
+            own = value.detach()
+            if value is not self.call.weight:
+                own = (self._first(own) if self._is_data(value) else own).clone()
+            self.leaves[id(value)] = own.requires_grad_(value.requires_grad)
+        return self.leaves[id(value)]
+
+    def _is_data(self, value: Tensor) -> bool:
+        """The input, or a factor beside it that has a line for each sample too."""
+        given = self.call.input
+        is_factor = self.call.operator.kind is Kind.PRODUCT and value.dim() == given.dim()
+        return value is given or (is_factor and value.shape[0] == given.shape[0])
+
+    def _choose_outputs(self) -> None:
+        """Of a large weight as many outputs as LARGEST_WEIGHT allows, evenly spaced; without bias."""
+        call, weight = self.call, self.call.weight
+        convolution = call.operator in (CONV1D, CONV2D, CONV3D) and call.arguments.get("groups", 1) == 1
+        if weight is None or weight.numel() <= LARGEST_WEIGHT or not (call.operator is LINEAR or convolution):
+            return
+        num = max(LARGEST_WEIGHT // (weight.numel() // weight.shape[0]), 1)
+        self.rows = torch.linspace(0, weight.shape[0] - 1, num, device=weight.device).round().long()
+        self.leaves[id(weight)] = weight.detach()[self.rows].requires_grad_()
+        kept = {name: self._leaf(value) for name, value in call.arguments.items() if name != "bias"}
+        self.spelling = call.spelling[0], (), kept
+
+    def _of_scale(self, d: Tensor, decoded: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Batch norm's scale, whose mean and deviation are those of the whole batch."""
+        if self.mean is None or self.call.inverse_std is None or self.call.weight is None:
+            return []
+        shape = [1, -1] + [1] * (d.dim() - 2)
+        others = [dim for dim in range(d.dim()) if dim != 1]
+        mean, inverse = self.mean.double().view(shape), self.call.inverse_std.double()
+        exact, stored = (((x.double() - mean) * d.double()).sum(others) * inverse for x in (self.exact[0], decoded))
+        return [(exact, stored)]
+
+    def _both(self, d: Tensor, decoded: list[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The output's gradient as used, and pairs of gradients: of the weight, or of scale and input, or passed on."""
-        call = self.call
-        leaves: dict[int, Tensor] = {}
-        function, args, kwargs = call.spelling
-        args, kwargs = self._leaf(args, leaves), {name: self._leaf(value, leaves) for name, value in kwargs.items()}
+        call, leaves = self.call, self.leaves
         weight = call.weight
-        if weight is not None and weight.numel() > LARGEST_WEIGHT and self._rows_are_outputs():
-            d, args, kwargs = self._some_outputs(d, leaves)
+        if self.rows is not None:
+            assert weight is not None
+            d = d.index_select(-1 if call.operator is LINEAR else d.dim() - weight.dim() + 1, self.rows)
+            self.channels = len(self.rows)
+        function, args, kwargs = self.spelling
         arguments = bind(call.operator, args, kwargs)
         if weight is not None:
             arguments["weight"] = leaves[id(weight)]
-        again = Call(call.operator, arguments, call.layer, call.site, (function, args, kwargs))
+        again = Call(call.operator, arguments, call.layer, call.site)
         if self.gradient == "upstream":
             factors = [call.arguments[name] for name in call.operator.operands]
             wanted = [leaves[id(factors[place])] for place in call.passed_on()[:1]]
@@ -242,7 +317,7 @@ class _Replay:
             if self.gradient == "norm" and call.input.requires_grad:
                 wanted.append(leaves[id(call.input)])
         if not wanted or not all(one.requires_grad for one in wanted):
-            return d, None
+            return d, []
         approximate = iter(decoded)
         as_stored = False
 
@@ -258,34 +333,19 @@ class _Replay:
             stored = torch.autograd.grad(output, wanted, d)
         return d, list(zip(exact, stored, strict=True))
 
-    def _rows_are_outputs(self) -> bool:
-        operator, arguments = self.call.operator, self.call.arguments
-        return operator is LINEAR or (operator in (CONV1D, CONV2D, CONV3D) and arguments.get("groups", 1) == 1)
 
-    def _leaf(self, value: Any, leaves: dict[int, Tensor]) -> Any:
-        """An argument as a leaf of a graph of its own; `leaves`: by the identity of what they stand for."""
-        if isinstance(value, list | tuple):
-            return type(value)([self._leaf(part, leaves) for part in value])
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in leaves:
-            own = value.detach()
-            if self.call.operator.kind is Kind.NORM and not value.requires_grad and value is not self.call.input:
-                own = own.clone()  # running statistics, which the operator would move on once more
-            leaves[id(value)] = own.requires_grad_(value.requires_grad)
-        return leaves[id(value)]
-
-    def _some_outputs(self, d: Tensor, leaves: dict[int, Tensor]) -> tuple[Tensor, Any, Any]:
-        """The same call for as many of its outputs as LARGEST_WEIGHT allows, evenly spaced; without bias."""
-        call, weight = self.call, self.call.weight
-        assert weight is not None
-        num = max(LARGEST_WEIGHT // (weight.numel() // weight.shape[0]), 1)
-        rows = torch.linspace(0, weight.shape[0] - 1, num, device=weight.device).round().long()
-        leaves[id(weight)] = weight.detach()[rows].requires_grad_()
-        self.channels = num
-        dim = -1 if call.operator is LINEAR else d.dim() - weight.dim() + 1
-        kept = {name: self._leaf(value, leaves) for name, value in call.arguments.items() if name != "bias"}
-        return d.index_select(dim, rows), (), kept
+def _has_samples(call: Call) -> bool:
+    """Whether the first dimension counts samples that the operator treats apart, or as batch norm does."""
+    operator, dims = call.operator, call.input.dim()
+    if operator.name.startswith("conv"):
+        return call.weight is not None and dims == call.weight.dim()
+    if operator in (LAYER_NORM, RMS_NORM):
+        return dims > len(call.arguments["normalized_shape"])
+    if operator.kind is Kind.PRODUCT:
+        return dims > 1 and (call.weight is None or call.weight.dim() < dims)
+    if operator is INSTANCE_NORM:  # it saves all samples' channels side by side
+        return False
+    return dims > 1 and (operator in (LINEAR, PRELU) or operator.kind in (Kind.ACTIVATION, Kind.NORM))
 
 
 def bound_square(call: Call, spread: Tensor | float | None) -> float:

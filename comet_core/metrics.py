@@ -96,7 +96,8 @@ class AuditMetrics:
     """One layer's gradient formed twice in one iteration: from the exact tensor and from what was stored.
 
     The gradient is that of the weight ("weight"), of a norm's scale ("norm"), or the one passed on ("upstream").
-    All figures are of the same batch, unscaled.
+    All figures are of the same samples, a share of the batch, without a loss scale; the two sigmas are scaled up from
+    them to the whole batch.
     """
 
     step: int = field(metadata={"label": "Step", "unit": ""})
@@ -113,7 +114,7 @@ class AuditMetrics:
     excess_kurtosis: float | None = _metric("Excess kurtosis of the error")  # 0: as a normal distribution's
     passed_error: float | None = _metric("Relative error of the gradient passed on")  # None: none is made here
     error_histogram: str | None = _metric("Histogram of the error")  # AUDIT_BINS counts, separated by commas
-    extra_bytes: int = _metric("Kept for the audit", "bytes", 0)  # exact tensors, until backward; in held_bytes
+    extra_bytes: int = _metric("Kept for the audit", "bytes", 0)  # samples, until backward; not in held_bytes
     audit_seconds: float | None = _metric("Time of the audit", "s")
 
 

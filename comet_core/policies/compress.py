@@ -205,7 +205,7 @@ class CompressPolicy(MemoryPolicy):
             for statistics in collected:
                 self.controller.update(statistics, iteration)
             self._audit.start_round(self._layers)
-        self._audit.next_turn(iteration + 1, self.collect_every)
+        self._audit.next_turn()
         changed = self.controller.end_iteration(iteration, loss=loss, held_bytes=held_bytes)
         self._collecting = is_collection(iteration + 1, self.collect_every)
         sampling = samples_gradients(iteration + 1, self.collect_every)
@@ -292,7 +292,8 @@ def _paper_coefficient(layer: _Layer, bound: Bound) -> float | None:
     gradient, nonzero = layer.mean_output_gradient, layer.nonzero_fraction
     if layer.kind != "weight" or bound.predicted_sigma is None or not gradient or not nonzero or not bound.value:
         return None
-    return bound.predicted_sigma / (gradient * math.sqrt(layer.batch_size * nonzero) * bound.value)
+    share = gradient * math.sqrt(layer.batch_size * nonzero) * bound.value
+    return bound.predicted_sigma / share if share > 0 else None
 
 
 def _spread(values: Tensor) -> float:

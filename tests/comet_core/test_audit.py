@@ -55,6 +55,11 @@ LAYERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _every_sample(monkeypatch):
+    monkeypatch.setattr(audit, "SAMPLED", 1)
+
+
 def backward(model, scale=1.0, parts=1):
     model.zero_grad()
     for part in range(parts):
@@ -101,7 +106,7 @@ def test_an_audit_measures_what_plain_autograd_shows(name, parts):
     counts = [int(count) for count in last.error_histogram.split(",")]
     assert len(counts) == AUDIT_BINS and sum(counts) == min(last.num_elements, audit.LARGEST_SAMPLE)
     assert last.extra_bytes >= parts * 4 * model.base.numel() or last.gradient == "upstream"
-    if last.gradient == "norm":
+    if last.gradient == "norm" and name != "batch norm":
         base = found[last.step - 1]["base"] - expected["base"]
         assert last.passed_error == pytest.approx(rms(base) / rms(expected["base"]), rel=0.5 if parts == 2 else 1e-2)
 
@@ -117,6 +122,21 @@ def test_a_loss_scale_is_taken_out():
     scaled = audited(model, scale=1024.0, grad_scaler=Scaler())[1].audits[-1]
     for name in ("measured_sigma", "predicted_sigma", "gradient_rms", "slope"):
         assert getattr(scaled, name) == pytest.approx(getattr(plain, name), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(set(LAYERS) - {"product", "instance norm"}))
+def test_a_share_of_the_samples_stands_for_all(name, monkeypatch):
+    make, shape, _ = LAYERS[name]
+    torch.manual_seed(0)
+    model = Behind(make(), (64, *shape[1:]))
+    whole = audited(copy.deepcopy(model))[1].audits[-1]
+    monkeypatch.setattr(audit, "SAMPLED", 4)
+    some = audited(model)[1].audits[-1]
+    assert some.num_elements == whole.num_elements or whole.gradient == "upstream"
+    norm = whole.gradient == "norm"  # 8 channels: the error of a standard deviation alone is a quarter
+    assert some.measured_sigma == pytest.approx(whole.measured_sigma, rel=0.6 if norm else 0.1)
+    assert some.predicted_sigma == pytest.approx(whole.predicted_sigma, rel=0.25)
+    assert some.extra_bytes * 4 <= whole.extra_bytes
 
 
 def test_a_large_weight_is_audited_on_some_of_its_outputs(monkeypatch):
@@ -157,9 +177,8 @@ def test_one_layer_an_iteration_and_each_has_its_turn_after_a_collection():
     steps = [row.step for row in recorder.audits]
     assert len(steps) == len(set(steps))
     assert {row.name for row in recorder.audits} == {"1", "3", "4", "7"}
-    # the collection at 16 begins a round; after the first 16 iterations a turn comes every fourth one
-    assert [row.step for row in recorder.audits if row.step >= 17] == [20, 24, 28, 32]
-    assert sorted(row.name for row in recorder.audits if row.step >= 17) == ["1", "3", "4", "7"]
+    assert steps[0] == 2 and [step for step in steps if step > 16] == [17, 18, 19, 20]  # the collection was at 16
+    assert sorted(row.name for row in recorder.audits if row.step > 16) == ["1", "3", "4", "7"]
 
 
 def test_audits_leave_training_as_it_is():
@@ -177,8 +196,8 @@ def test_audits_leave_training_as_it_is():
 def test_a_forward_without_backward_costs_a_turn_and_nothing_else():
     model, recorder = network(), ListRecorder()
     with comet_core.attach(model, None, recorder=recorder, tune_allocator=False, collect_every=16) as session:
-        train(model, session, steps=33, skip={23})
-    assert [row.step for row in recorder.audits if row.step >= 17] == [20, 28, 32]
+        train(model, session, steps=24, skip={17})
+    assert [row.step for row in recorder.audits if row.step >= 17] == [17, 19, 20]
 
 
 def test_the_controller_learns_what_was_measured():
