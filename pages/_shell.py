@@ -31,6 +31,7 @@ PAGES = {
         st.Page("run_detail.py", title="Run", url_path="run_detail", visibility="hidden"),
         st.Page("compare.py", title="Compare", icon=":material/stacked_line_chart:", url_path="compare"),
         st.Page("trade_offs.py", title="Trade-offs", icon=":material/scatter_plot:", url_path="trade_offs"),
+        st.Page("layers.py", title="Layers", icon=":material/layers:", url_path="layers"),
     ],
     "Lab": [
         st.Page("codec_lab.py", title="Codec lab", icon=":material/compress:", url_path="codec_lab"),

@@ -17,6 +17,7 @@ TITLES = {
     "run_detail": "Run",
     "compare": "Compare",
     "trade_offs": "Trade-offs",
+    "layers": "Layers",
     "codec_lab": "Codec lab",
     "about": "About",
 }

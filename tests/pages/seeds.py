@@ -4,7 +4,7 @@ import math
 
 from comet_core.config import RunConfig
 from comet_core.launcher import Identity
-from comet_core.metrics import EvalMetrics, LayerMetrics, StepMetrics
+from comet_core.metrics import AUDIT_BINS, AuditMetrics, ControllerEvent, EvalMetrics, LayerMetrics, StepMetrics
 from storage import runs
 from storage.recorder import DatabaseRecorder
 
@@ -55,6 +55,11 @@ def train(
         )  # fmt: skip
         if ratio > 1 and step in (1, 2, 4, 8, 16, 32):
             recorder.record_layers([_layer(step, place) for place in range(1, 8)])
+            recorder.record_audits([_audit(step, place) for place in range(1, 7)])
+            recorder.record_events(
+                [ControllerEvent(step=step, kind="budget" if step < 8 else "clamped", layer="layer1.conv1",
+                                 message=f"bound {0.1 / step:.3g}")]
+            )  # fmt: skip
         if step % (num_steps // 4) == 0:
             recorder.record_eval(
                 EvalMetrics(
@@ -80,9 +85,19 @@ def _parts(held: int, step: int) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _audit(step: int, place: int) -> AuditMetrics:
+    counts = [round(1000 * math.exp(-((bin - AUDIT_BINS / 2 + 0.5) ** 2) / 32)) for bin in range(AUDIT_BINS)]
+    return AuditMetrics(
+        step=step, name=f"layer{place}.conv1", operator="conv2d", gradient="weight", num_elements=2304,
+        gradient_rms=1e-3, measured_sigma=1.1e-4 * place, predicted_sigma=1e-4 * place, mean_error=0.4, slope=-0.03,
+        correlation=-0.02, excess_kurtosis=0.1, error_histogram=",".join(map(str, counts)), extra_bytes=MIB // 2,
+        audit_seconds=0.01,
+    )  # fmt: skip
+
+
 def _layer(step: int, place: int) -> LayerMetrics:
     return LayerMetrics(
         step=step, name=f"layer{place}.conv1", operator="conv2d", error_bound=0.1 * place / step, saved_bytes=8 * MIB,
         held_bytes=MIB // 2, compression_ratio=16.0, bits_per_value=2.0, predicted_sigma=1e-4 * place,
-        target_sigma=2e-4 * place, gradient_noise=1e-3, nonzero_fraction=0.5,
+        target_sigma=2e-4 * place, gradient_noise=1e-3, nonzero_fraction=0.5, audit_factor=1.1,
     )  # fmt: skip
