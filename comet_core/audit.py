@@ -198,27 +198,40 @@ class _Replay:
     """A share of one call's samples with what the operator was given for them, to go backward twice."""
 
     def __init__(self, call: Call, gradient: str, energy: Callable[[], tuple[float, float]]) -> None:
-        self.call, self.gradient = call, gradient
+        self.gradient, self.inverse_std = gradient, call.inverse_std
         self.handles = [handle for _, handle in call.stored]
-        samples = call.input.shape[0] if call.input.dim() else 1
-        self.num = max(samples // SAMPLED, 1) if _has_samples(call) else samples
-        self.to_batch = math.sqrt(samples / max(self.num, 1)) if gradient != "upstream" else 1.0
+        self.samples = call.input.shape[0] if call.input.dim() else 1
+        self.num = max(self.samples // SAMPLED, 1) if _has_samples(call) else self.samples
+        self.to_batch = math.sqrt(self.samples / max(self.num, 1)) if gradient != "upstream" else 1.0
         self.exact = [self._first(tensor).clone() for tensor, _ in call.stored]
         if call.operator is BATCH_NORM:
             x = call.input.detach()
             self.mean = x.mean([dim for dim in range(x.dim()) if dim != 1]) if call.inverse_std is not None else None
-        self.leaves: dict[int, Tensor] = {}
-        function, args, kwargs = call.spelling
-        self.spelling = function, self._leaf(args), {name: self._leaf(value) for name, value in kwargs.items()}
-        self.rows: Tensor | None = None
-        self._choose_outputs()
         self.square, self.channels = energy()
+        leaves: dict[int, Tensor] = {}
+        function, args, kwargs = call.spelling
+        self.spelling = (
+            function,
+            _leaf(args, call, self.num, leaves),
+            {name: _leaf(value, call, self.num, leaves) for name, value in kwargs.items()},
+        )
+        self.rows = _some_outputs(call)
+        if self.rows is not None and call.weight is not None:
+            leaves[id(call.weight)] = call.weight.detach()[self.rows].requires_grad_()
+            kept = {name: value for name, value in call.arguments.items() if name != "bias"}
+            self.spelling = function, (), {name: _leaf(value, call, self.num, leaves) for name, value in kept.items()}
+            self.channels = len(self.rows)
+        # From here on nothing of what was given: neither whole tensors nor the graph before them.
+        self.wanted = [leaves[id(one)] for one in _wanted(call, gradient)]
+        arguments = bind(call.operator, *self.spelling[1:])
+        if call.weight is not None:
+            arguments["weight"] = leaves[id(call.weight)]
+        self.call = Call(call.operator, arguments, call.layer, call.site)
         device = self.exact[0].device.type
         enabled = torch.is_autocast_enabled(device)
         self.autocast = torch.autocast(device, torch.get_autocast_dtype(device) if enabled else None, enabled)
-        self.nbytes = sum(tensor.nbytes for tensor in self.exact) + sum(
-            leaf.nbytes for leaf in self.leaves.values() if leaf.shape[:1] == (self.num,) and not leaf._is_view()
-        )
+        own = [*self.exact, *(one for one in leaves.values() if one is not arguments.get("weight"))]
+        self.nbytes = sum(tensor.nbytes for tensor in own)
 
     def sums(self, d: Tensor, scale: float) -> _Sums | None:
         """Both gradients of these samples; None where none is asked for."""
@@ -249,89 +262,84 @@ class _Replay:
             return _Sums(exact, stored - exact, self.square * energy, channels, passed, self.to_batch)
 
     def _first(self, tensor: Tensor) -> Tensor:
-        """Of what has one line for each sample, or as many for each, those of the share."""
-        tensor = tensor.detach()
-        samples = self.call.input.shape[0] if self.call.input.dim() else 1
-        return tensor if self.num == samples else tensor[: tensor.shape[0] // samples * self.num]
-
-    def _leaf(self, value: Any) -> Any:
-        """An argument as a leaf of a graph of its own."""
-        if isinstance(value, list | tuple):
-            return type(value)([self._leaf(part) for part in value])
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in self.leaves:
-            # running statistics, which the operator would move on once more, are copied too
-            own = value.detach()
-            if value is not self.call.weight:
-                own = (self._first(own) if self._is_data(value) else own).clone()
-            self.leaves[id(value)] = own.requires_grad_(value.requires_grad)
-        return self.leaves[id(value)]
-
-    def _is_data(self, value: Tensor) -> bool:
-        """The input, or a factor beside it that has a line for each sample too."""
-        given = self.call.input
-        is_factor = self.call.operator.kind is Kind.PRODUCT and value.dim() == given.dim()
-        return value is given or (is_factor and value.shape[0] == given.shape[0])
-
-    def _choose_outputs(self) -> None:
-        """Of a large weight as many outputs as LARGEST_WEIGHT allows, evenly spaced; without bias."""
-        call, weight = self.call, self.call.weight
-        convolution = call.operator in (CONV1D, CONV2D, CONV3D) and call.arguments.get("groups", 1) == 1
-        if weight is None or weight.numel() <= LARGEST_WEIGHT or not (call.operator is LINEAR or convolution):
-            return
-        num = max(LARGEST_WEIGHT // (weight.numel() // weight.shape[0]), 1)
-        self.rows = torch.linspace(0, weight.shape[0] - 1, num, device=weight.device).round().long()
-        self.leaves[id(weight)] = weight.detach()[self.rows].requires_grad_()
-        kept = {name: self._leaf(value) for name, value in call.arguments.items() if name != "bias"}
-        self.spelling = call.spelling[0], (), kept
+        return _first(tensor.detach(), self.samples, self.num)
 
     def _of_scale(self, d: Tensor, decoded: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Batch norm's scale, whose mean and deviation are those of the whole batch."""
-        if self.mean is None or self.call.inverse_std is None or self.call.weight is None:
+        if self.mean is None or self.inverse_std is None or self.call.weight is None:
             return []
         shape = [1, -1] + [1] * (d.dim() - 2)
         others = [dim for dim in range(d.dim()) if dim != 1]
-        mean, inverse = self.mean.double().view(shape), self.call.inverse_std.double()
+        mean, inverse = self.mean.double().view(shape), self.inverse_std.double()
         exact, stored = (((x.double() - mean) * d.double()).sum(others) * inverse for x in (self.exact[0], decoded))
         return [(exact, stored)]
 
     def _both(self, d: Tensor, decoded: list[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The output's gradient as used, and pairs of gradients: of the weight, or of scale and input, or passed on."""
-        call, leaves = self.call, self.leaves
-        weight = call.weight
-        if self.rows is not None:
-            assert weight is not None
-            d = d.index_select(-1 if call.operator is LINEAR else d.dim() - weight.dim() + 1, self.rows)
-            self.channels = len(self.rows)
-        function, args, kwargs = self.spelling
-        arguments = bind(call.operator, args, kwargs)
-        if weight is not None:
-            arguments["weight"] = leaves[id(weight)]
-        again = Call(call.operator, arguments, call.layer, call.site)
-        if self.gradient == "upstream":
-            factors = [call.arguments[name] for name in call.operator.operands]
-            wanted = [leaves[id(factors[place])] for place in call.passed_on()[:1]]
-        else:
-            wanted = [] if weight is None else [leaves[id(weight)]]
-            if self.gradient == "norm" and call.input.requires_grad:
-                wanted.append(leaves[id(call.input)])
-        if not wanted or not all(one.requires_grad for one in wanted):
+        call = self.call
+        if self.rows is not None and call.weight is not None:
+            d = d.index_select(-1 if call.operator is LINEAR else d.dim() - call.weight.dim() + 1, self.rows)
+        if not self.wanted or not all(one.requires_grad for one in self.wanted):
             return d, []
+        function, args, kwargs = self.spelling
         approximate = iter(decoded)
         as_stored = False
 
         def pack(tensor: Tensor) -> tuple[Tensor, Tensor]:
-            other = next(approximate, tensor) if again.need_of(tensor) is Need.APPROXIMATE else tensor
+            other = next(approximate, tensor) if call.need_of(tensor) is Need.APPROXIMATE else tensor
             return tensor.detach(), other.detach()
 
         with torch.enable_grad(), self.autocast:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda pair: pair[as_stored]):
                 output = function(*args, **kwargs)
-            exact = torch.autograd.grad(output, wanted, d, retain_graph=True)
+            exact = torch.autograd.grad(output, self.wanted, d, retain_graph=True)
             as_stored = True
-            stored = torch.autograd.grad(output, wanted, d)
+            stored = torch.autograd.grad(output, self.wanted, d)
         return d, list(zip(exact, stored, strict=True))
+
+
+def _first(tensor: Tensor, samples: int, num: int) -> Tensor:
+    """Of what has one line for each sample, or as many for each, those of the first `num`."""
+    return tensor if num == samples else tensor[: tensor.shape[0] // samples * num]
+
+
+def _leaf(value: Any, call: Call, num: int, leaves: dict[int, Tensor]) -> Any:
+    """An argument as a leaf of a graph of its own, of `num` samples; `leaves`: by the identity of what is meant."""
+    if isinstance(value, list | tuple):
+        return type(value)([_leaf(part, call, num, leaves) for part in value])
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) not in leaves:
+        own, given = value.detach(), call.input
+        if value is not call.weight:
+            # a factor beside the input may have a line for each sample too
+            factor = call.operator.kind is Kind.PRODUCT and value.dim() == given.dim()
+            if value is given or (factor and value.shape[0] == given.shape[0]):
+                own = _first(own, given.shape[0] if given.dim() else 1, num)
+            own = own.clone()  # running statistics too, which the operator would move on once more
+        leaves[id(value)] = own.requires_grad_(value.requires_grad)
+    return leaves[id(value)]
+
+
+def _some_outputs(call: Call) -> Tensor | None:
+    """Of a large weight as many outputs as LARGEST_WEIGHT allows, evenly spaced; None: all."""
+    weight = call.weight
+    convolution = call.operator in (CONV1D, CONV2D, CONV3D) and call.arguments.get("groups", 1) == 1
+    if weight is None or weight.numel() <= LARGEST_WEIGHT or not (call.operator is LINEAR or convolution):
+        return None
+    num = max(LARGEST_WEIGHT // (weight.numel() // weight.shape[0]), 1)
+    return torch.linspace(0, weight.shape[0] - 1, num, device=weight.device).round().long()
+
+
+def _wanted(call: Call, gradient: str) -> list[Tensor]:
+    """Whose gradients are compared: the weight's, or the scale's and the input's, or the other factor's."""
+    if call.operator.kind is Kind.ACTIVATION:
+        return []
+    if gradient == "upstream":
+        factors = [call.arguments[name] for name in call.operator.operands]
+        return [factors[place] for place in call.passed_on()[:1]]
+    wanted = [] if call.weight is None else [call.weight]
+    return [*wanted, call.input] if gradient == "norm" and call.input.requires_grad else wanted
 
 
 def _has_samples(call: Call) -> bool:

@@ -136,7 +136,7 @@ def test_a_share_of_the_samples_stands_for_all(name, monkeypatch):
     norm = whole.gradient == "norm"  # 8 channels: the error of a standard deviation alone is a quarter
     assert some.measured_sigma == pytest.approx(whole.measured_sigma, rel=0.6 if norm else 0.1)
     assert some.predicted_sigma == pytest.approx(whole.predicted_sigma, rel=0.25)
-    assert some.extra_bytes * 4 <= whole.extra_bytes
+    assert some.extra_bytes < 0.27 * whole.extra_bytes  # a bias is kept whole
 
 
 def test_a_large_weight_is_audited_on_some_of_its_outputs(monkeypatch):

@@ -14,7 +14,8 @@ from storage.tables import StepRow
 from tests.pages import seeds
 
 PAGES = (
-    "home.py", "new_run.py", "runs.py", "run_detail.py", "compare.py", "trade_offs.py", "codec_lab.py", "about.py",
+    "home.py", "new_run.py", "runs.py", "run_detail.py", "compare.py", "trade_offs.py", "layers.py", "codec_lab.py",
+    "about.py",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = {"classes": ["cat", "dog"], "num_train": 40, "num_test": 10, "image_size": 32}
