@@ -17,8 +17,14 @@ DIVERGING = [[0.0, "#2A87C8"], [0.5, "#DDDDDD"], [1.0, "#D55E00"]]
 STEP = axis_label(LayerMetrics, "step")
 
 
-def heat_map(cells: pd.DataFrame, layers: list[str], column: str, label: str, *, middle: bool = False) -> go.Figure:
-    """`column` of `cells` (columns step, name) over layer and step, colours by its logarithm; `middle`: 1 is grey."""
+def heat_map(
+    cells: pd.DataFrame, layers: list[str], column: str, label: str, *, middle: bool = False, turns: bool = False
+) -> go.Figure:
+    """`column` of `cells` (columns step, name) over layer and step, colours by its logarithm.
+
+    `middle`: 1 is grey. `turns`: the steps are a layer's first audit, its second and so on.
+    """
+    axis = "Audit of the layer" if turns else STEP
     positive = cells[cells[column] > 0]
     grid = positive.pivot_table(index="name", columns="step", values=column).reindex(index=layers)
     values = np.log10(grid.to_numpy(dtype=float))
@@ -33,10 +39,10 @@ def heat_map(cells: pd.DataFrame, layers: list[str], column: str, label: str, *,
         x=[f"{step:,}" for step in grid.columns], y=[plain(middle_cut(name)) for name in layers], z=values,
         customdata=grid.to_numpy(dtype=float), zmin=low, zmax=high, xgap=1, ygap=1,
         colorscale=DIVERGING if middle else "Cividis", colorbar=scale,
-        hovertemplate="%{y}<br>step %{x}: %{customdata:.3~g}<extra></extra>", hoverongaps=False,
+        hovertemplate=f"%{{y}}<br>{axis.lower()} %{{x}}: %{{customdata:.3~g}}<extra></extra>", hoverongaps=False,
     )  # fmt: skip
     frame_it(figure, max(280, 120 + 17 * len(layers)), label)
-    figure.update_xaxes(title_text=STEP, type="category")
+    figure.update_xaxes(title_text=axis, type="category")
     figure.update_yaxes(autorange="reversed", type="category", dtick=1)
     return figure
 
@@ -77,7 +83,9 @@ def errors(layers: pd.DataFrame, audits: pd.DataFrame, name: str) -> go.Figure:
     )  # fmt: skip
     frame_it(figure, 340, f"Gradient error of {plain(middle_cut(name))} (standard deviation)")
     figure.update_xaxes(title_text=STEP)
-    figure.update_yaxes(type="log", tickformat=".2~g")
+    drawn = pd.concat([layers[name] for name in ("gradient_noise", "target_sigma", "predicted_sigma")])
+    drawn = pd.concat([drawn, rows["measured_sigma"]])
+    figure.update_yaxes(type="log", tickformat="~g", tickvals=log_ticks(drawn[drawn > 0]))
     figure.update_traces(hovertemplate="step %{x}: %{y:.3~g}<extra>%{fullData.name}</extra>")
     return figure
 

@@ -42,7 +42,8 @@ def _run() -> int:
     if not names:
         text = "Bounds, ratios and gradient errors of every layer stand here, of runs that compress."
         _widgets.empty("No compressed run yet", text, "new_run.py", "Set up a run with its twin")
-    chosen = st.selectbox("Run", list(names), format_func=lambda each: _widgets.run_label(each, names[each]), width=420)
+    labels = {run_id: f"#{run_id} {_charts.middle_cut(name, 50)}" for run_id, name in names.items()}
+    chosen = st.selectbox("Run", list(labels), format_func=labels.__getitem__, width=420)
     st.query_params["run"] = str(chosen)
     return chosen
 
@@ -56,7 +57,7 @@ def _figures(audits: pd.DataFrame) -> None:
         [
             ("Audits", f"{audits.attrs['total']:,}", "Each is one layer's gradient formed twice in one iteration."),
             ("Within 0.7 to 1.4", _charts.number_text(within, "fraction"), text),
-            ("Median, measured over predicted", _charts.number_text(ratio.median() if len(ratio) else None), text),
+            ("Measured / predicted", _charts.number_text(ratio.median() if len(ratio) else None), f"Median. {text}"),
             ("Median slope", _charts.number_text(slope), FACTS["slope"]),
         ]
     )
@@ -67,7 +68,8 @@ def _map(layers: pd.DataFrame, audits: pd.DataFrame, names: list[str]) -> None:
         "Colour shows", list(VIEWS), format_func=VIEWS.__getitem__, key="view", bind="query-params", width=420
     )
     if view == "agreement":
-        cells = audits.assign(agreement=audits["measured_sigma"] / audits["predicted_sigma"])
+        ratio, turn = audits["measured_sigma"] / audits["predicted_sigma"], audits.groupby("name").cumcount() + 1
+        cells = audits.assign(agreement=ratio, step=turn)  # layers are audited one after the other
         kept = [name for name in names if name in set(cells["name"])]
     else:
         cells = layers.assign(noise=100 * (layers["predicted_sigma"] / layers["gradient_noise"]) ** 2)
@@ -77,7 +79,7 @@ def _map(layers: pd.DataFrame, audits: pd.DataFrame, names: list[str]) -> None:
         return
     _widgets.chart(
         VIEWS[view],
-        lambda: _layer_charts.heat_map(cells, kept, view, VIEWS[view], middle=view in IN_MIDDLE),
+        lambda: _layer_charts.heat_map(cells, kept, view, VIEWS[view], middle=view in IN_MIDDLE, turns=view == "agreement"),
         key="map",
     )
 
