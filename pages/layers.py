@@ -77,11 +77,8 @@ def _map(layers: pd.DataFrame, audits: pd.DataFrame, names: list[str]) -> None:
     if not (cells[view] > 0).any():
         st.info("This was not measured in this run: it needs an error-bounded codec, and audits or a few collections.")
         return
-    _widgets.chart(
-        VIEWS[view],
-        lambda: _layer_charts.heat_map(cells, kept, view, VIEWS[view], middle=view in IN_MIDDLE, turns=view == "agreement"),
-        key="map",
-    )
+    kind = {"middle": view in IN_MIDDLE, "turns": view == "agreement"}
+    _widgets.chart(VIEWS[view], lambda: _layer_charts.heat_map(cells, kept, view, VIEWS[view], **kind), key="map")
 
 
 def _events(found: pd.DataFrame) -> None:
